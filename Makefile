@@ -1,0 +1,66 @@
+# graphsafe: `make help` lists the commands. Needs python3 >= 3.11 and make; everything else goes into .venv.
+PYTHON ?= python3
+TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
+PYTEST_ARGS ?= -q
+
+VENV := .venv
+BIN := $(VENV)/bin
+# A stamp a torch version and set of extras: while it is there and newer than these files, nothing is installed.
+DEMO_ENV := $(VENV)/.installed-dflash-torch-$(TORCH)
+TEST_ENV := $(VENV)/.installed-dev-torch-$(TORCH)
+INPUTS := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format type pytest bench clean
+
+help:  ## this list
+	@sed -n "s/^\([a-z]*\):.*## */  \1 /p" Makefile | awk "{ name = \$$1; \$$1 = \"\"; printf \"  %-8s%s\\n\", name, \$$0 }"
+
+demo: $(DEMO_ENV)  ## train a DFlash drafter for a small language model on this machine, and measure it
+	$(BIN)/python -m examples.dflash demo $(ARGS)
+
+test: lint type pytest  ## lint, types and tests; CUDA tests run where there is a GPU. TORCH=2.14.1 picks a torch
+
+lint: $(TEST_ENV)  ## ruff: rules and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(TEST_ENV)  ## apply ruff's fixes and formatting
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+type: $(TEST_ENV)  ## mypy --strict on src
+	$(BIN)/mypy
+
+pytest: $(TEST_ENV)  ## the tests alone, with PYTEST_ARGS
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: $(TEST_ENV)  ## benchmarks, with pytest-benchmark
+	$(BIN)/python -m pytest benchmarks -q --benchmark-only $(ARGS)
+
+clean:  ## remove the environment, caches and build products; runs/ stays
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "graphsafe needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and alone, so that no extra can pull in another build of it; then the project under the same constraint.
+define install
+	@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[$(1)]'
+	@for stamp in $(VENV)/.installed-*; do case $$stamp in *-torch-$(TORCH)) ;; *) rm -f $$stamp ;; esac; done
+	@touch $@
+endef
+
+$(DEMO_ENV): $(INPUTS) | $(VENV)/bin/python
+	$(call install,dflash)
+
+$(TEST_ENV): $(INPUTS) | $(VENV)/bin/python
+	$(call install,dev$(comma)dflash)
+	@touch $(DEMO_ENV)
+
+comma := ,
