@@ -1,0 +1,223 @@
+"""The configuration of a run: one frozen dataclass, its presets, and the checks of what users type.
+
+Guarantees:
+- A ``Config`` that exists is valid: each check runs when it is made, and says which option to change.
+- Nothing here touches a device, a file or the network.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+DEMO_PROMPTS = Path(__file__).parent / "prompts" / "demo.jsonl"
+_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
+
+
+class InputError(ValueError):
+    """What the user gave cannot be used. The command line prints it without a traceback and exits with 2."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """All options of all commands; each command reads those it needs."""
+
+    preset: str = "smollm2"
+    """Named defaults for everything below: demo or smollm2."""
+
+    # what is read and written
+    target: str = "smollm2"
+    """Target model: 'smollm2', a Hugging Face directory, or a name on the Hub."""
+    data: Path = DEMO_PROMPTS
+    """JSONL with one {"messages": [...]} a line: prompts, with or without an assistant's answer."""
+    out: Path = Path("runs/dflash")
+    """The run's directory: answers, drafter, metrics."""
+    num_held_out: int = 200
+    """The last so many conversations of the data are kept out of training, for evaluate."""
+    regenerate: bool = True
+    """Train on the target's own answers, which `regenerate` writes; --no-regenerate trains on those in the data."""
+
+    # where it runs
+    targets: tuple[str, ...] = ("cuda:0",)
+    """A target thread on each of these devices: cuda:0,cuda:1 or cpu."""
+    drafters: tuple[str, ...] = ("cuda:0",)
+    """A drafter replica on each of these devices; a device may serve both."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Dtype of the forward passes; the drafter's master weights are float32."""
+    step: Literal["eager", "compile", "graph"] = "graph"
+    """How the drafter's step runs: as eager code, compiled, or compiled and captured whole."""
+    attention: Literal["auto", "flex", "sdpa"] = "auto"
+    """auto is flex_attention on CUDA and scaled_dot_product_attention elsewhere."""
+    gradient_checkpointing: bool = False
+    """Recompute the drafter's layers in backward: less memory, about a third more work."""
+    ring_depth: int = 2
+    """Slots of each ring between threads."""
+
+    # shapes, fixed for the whole run
+    token_budget: int = 8192
+    """Tokens of a packed row; a step trains on one row a drafter."""
+    num_anchors: int = 1024
+    """Blocks of a packed row, shared out over its documents."""
+    loss_chunk: int = 2048
+    """Block positions whose logits exist at once."""
+
+    # the drafter
+    block_size: int = 8
+    """Tokens of a block: the anchor and block_size - 1 drafted ones."""
+    num_layers: int = 5
+    """Layers of the drafter."""
+    num_features: int = 5
+    """Layers of the target whose outputs the drafter reads."""
+    intermediate_size: int | None = None
+    """Width of the drafter's feed-forward layers; None: the target's."""
+    mask_token_id: int | None = None
+    """A token of the target's vocabulary that no text uses; None: the one known for the target."""
+
+    # training
+    loss_decay: float = 4.0
+    """gamma: the k-th drafted token weighs exp(-(k - 1) / gamma). 4 for blocks of 8, 5 for 10, 7 for 16."""
+    lr: float = 6e-4
+    """Peak learning rate of AdamW."""
+    weight_decay: float = 0.01
+    """AdamW's weight decay."""
+    warmup_ratio: float = 0.04
+    """Share of the steps over which the learning rate rises; it then falls along a cosine."""
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this norm."""
+    epochs: int = 6
+    """Passes over the data; anchors are drawn afresh in each."""
+    max_steps: int | None = None
+    """Stop after so many optimizer steps; None: after the epochs."""
+    seed: int = 0
+    """Of the drafter's weights, the order of documents and the anchors."""
+    log_every: int = 10
+    """Steps between two readings of the metrics."""
+    save_every: int | None = None
+    """Steps between two checkpoints of the drafter's weights; None: at the end only."""
+    tensorboard: bool = False
+    """Write the metrics for TensorBoard too (needs the tensorboard package)."""
+
+    # decoding: regenerate and evaluate
+    max_new_tokens: int = 256
+    """Longest answer, in tokens."""
+    decode_batch: int = 256
+    """Prompts that are decoded together."""
+    temperature: float = 0.0
+    """Of regenerated answers; 0: greedy. evaluate is always greedy."""
+    min_acceptance: float = 1.0
+    """evaluate fails below this acceptance length."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "targets", _split(self.targets))
+        object.__setattr__(self, "drafters", _split(self.drafters))
+        _validate(self)
+
+    @property
+    def answers_path(self) -> Path:
+        """Where regenerate writes the target's answers."""
+        return self.out / "answers.jsonl"
+
+    @property
+    def drafter_path(self) -> Path:
+        """The weights that train writes at its end; the configuration is beside it, as .json."""
+        return self.out / "drafter.safetensors"
+
+    @property
+    def training_path(self) -> Path:
+        """The conversations that train reads."""
+        return self.answers_path if self.regenerate else self.data
+
+
+def _split(devices: tuple[str, ...]) -> tuple[str, ...]:
+    """``("cuda:0,cuda:1",)`` and ``("cuda:0", "cuda:1")`` mean the same."""
+    parts = (part.strip() for device in devices for part in device.split(","))
+    return tuple(part for part in parts if part)
+
+
+def _validate(config: Config) -> None:
+    def require(condition: bool, name: str, rule: str) -> None:
+        if not condition:
+            option = "--" + name.replace("_", "-")
+            raise InputError(f"{option} is {getattr(config, name)!r}, but it must be {rule}.")
+
+    for name in ("targets", "drafters"):
+        devices = getattr(config, name)
+        require(len(devices) > 0, name, "at least one device, such as cuda:0 or cpu")
+        for device in devices:
+            require(_DEVICE.fullmatch(device) is not None, name, f"devices such as cuda:0 or cpu ({device!r} is not)")
+        require(
+            all(device.startswith("cpu") for device in devices) or "cpu" not in devices,
+            name,
+            "all on cuda or all on cpu",
+        )
+    positive = (
+        "ring_depth",
+        "token_budget",
+        "num_anchors",
+        "loss_chunk",
+        "num_layers",
+        "num_features",
+        "epochs",
+        "log_every",
+        "max_new_tokens",
+        "decode_batch",
+    )
+    for name in positive:
+        require(getattr(config, name) >= 1, name, "at least 1")
+    for name in ("intermediate_size", "max_steps", "save_every"):
+        value = getattr(config, name)
+        require(value is None or value >= 1, name, "at least 1, or left out")
+    for name in ("loss_decay", "lr", "max_grad_norm"):
+        require(getattr(config, name) > 0, name, "above 0")
+    for name in ("num_held_out", "weight_decay", "temperature", "min_acceptance", "seed"):
+        require(getattr(config, name) >= 0, name, "0 or more")
+    require(config.block_size >= 2, "block_size", "at least 2: the anchor and one drafted token")
+    require(0 <= config.warmup_ratio < 1, "warmup_ratio", "at least 0 and below 1")
+    require(config.mask_token_id is None or config.mask_token_id >= 0, "mask_token_id", "a token id, or left out")
+    require(
+        config.token_budget > config.block_size, "token_budget", f"above the block size, which is {config.block_size}"
+    )
+    require(
+        config.min_acceptance <= config.block_size,
+        "min_acceptance",
+        f"at most the block size, which is {config.block_size}",
+    )
+
+
+PRESETS: dict[str, Config] = {
+    "demo": Config(
+        preset="demo",
+        out=Path("runs/demo"),
+        num_held_out=20,
+        targets=("cpu",),
+        drafters=("cpu",),
+        dtype="float32",
+        step="graph",
+        token_budget=512,
+        num_anchors=96,
+        loss_chunk=768,
+        num_layers=2,
+        lr=1e-3,
+        epochs=8,
+        max_steps=100,
+        max_new_tokens=48,
+        decode_batch=32,
+        min_acceptance=1.3,
+    ),
+    "smollm2": Config(preset="smollm2", out=Path("runs/smollm2")),
+}
+
+
+def preset(name: str) -> Config:
+    """The preset of that name, or an InputError that lists the names."""
+    if name not in PRESETS:
+        raise InputError(f"--preset is {name!r}, but it must be one of {', '.join(PRESETS)}.")
+    return PRESETS[name]
+
+
+def field_names() -> tuple[str, ...]:
+    """The options' names, in order."""
+    return tuple(field.name for field in dataclasses.fields(Config))
