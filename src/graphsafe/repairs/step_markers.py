@@ -1,0 +1,170 @@
+"""Repair: step markers and generations belong to a thread (fault A6, all torch read).
+
+What users see: another thread's step ends mine, so that outputs are overwritten early, or steps never end.
+Cause: ``MarkStepBox.mark_step_counter`` and ``GenerationTracker.generation`` are one for the process, and unlocked.
+Repair: both attributes are kept for each thread, in torch's own thread-local store, which autograd carries to the
+device threads that run a thread's backward: forward and backward go on to see one counter.
+
+Guarantees:
+- Importing this module, and marking, import neither torch._dynamo nor torch._inductor.
+- A mark made before torch's modules are loaded counts once they are, if the repair is applied then.
+- Torch's names stay readable, and read the calling thread's value.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import sys
+import threading
+from typing import Any
+
+import torch
+
+TREES = "torch._inductor.cudagraph_trees"
+MUTATION_GUARD = "torch._dynamo.mutation_guard"
+_KEY = "graphsafe_step_counters"
+
+_lock = threading.Lock()  # guards applying and undoing; taken alone
+_originals: dict[str, tuple[type, type]] = {}  # class name -> (torch's, ours)
+_generations = itertools.count(1)  # every generation of any thread is a number of its own
+
+
+class _Counters:
+    """What one thread, and autograd's threads on its behalf, have counted; None: nothing yet."""
+
+    def __init__(self) -> None:
+        self.mark: int | None = None
+        self.generation: int | None = None
+
+
+def _counters(create: bool) -> _Counters | None:
+    if torch._C._is_key_in_tls(_KEY):
+        found: _Counters = torch._C._get_obj_in_tls(_KEY)
+        return found
+    if not create:
+        return None
+    made = _Counters()
+    torch._C._stash_obj_in_tls(_KEY, made)
+    return made
+
+
+def _make_box(original: type) -> type:
+    base = int(original.__dict__["mark_step_counter"])
+
+    class PerThreadMark(type):
+        @property
+        def mark_step_counter(cls) -> int:
+            counters = _counters(create=False)
+            return base if counters is None or counters.mark is None else counters.mark
+
+        @mark_step_counter.setter
+        def mark_step_counter(cls, value: int) -> None:
+            counters = _counters(create=True)
+            assert counters is not None
+            counters.mark = value
+
+    return PerThreadMark(original.__name__, (original,), {"__module__": original.__module__})
+
+
+def _make_tracker(original: type) -> type:
+    base = int(original.__dict__["generation"])
+
+    class PerThreadGeneration(type):
+        @property
+        def generation(cls) -> int:
+            counters = _counters(create=False)
+            return base if counters is None or counters.generation is None else counters.generation
+
+        @generation.setter
+        def generation(cls, value: int) -> None:
+            counters = _counters(create=True)
+            assert counters is not None
+            # Modules are tagged with a generation, so two threads must never have the same one by accident.
+            counters.generation = next(_generations) if value else 0
+
+    return PerThreadGeneration(original.__name__, (original,), {"__module__": original.__module__})
+
+
+_MAKERS = {"MarkStepBox": (TREES, _make_box), "GenerationTracker": (MUTATION_GUARD, _make_tracker)}
+
+
+def probe() -> bool:
+    """Whether this torch has the fault: a mark in another thread is seen in this one. Loads torch's trees."""
+    import torch._inductor.cudagraph_trees as trees
+
+    module: Any = trees
+    box = getattr(module, "MarkStepBox", None)
+    if box is None:
+        return False
+    before = box.mark_step_counter
+    thread = threading.Thread(target=module.mark_step_begin)
+    thread.start()
+    thread.join()
+    return bool(box.mark_step_counter != before)
+
+
+def apply() -> bool:
+    """Repair those of torch's two modules that are loaded. Idempotent, and cheap when it has been done.
+
+    Returns:
+        False where a loaded module's internals have moved, so that the fault stays.
+    """
+    global _generations
+    whole = True
+    with _lock:
+        for name, (home, make) in _MAKERS.items():
+            module: Any = sys.modules.get(home)
+            if module is None or name in _originals:
+                continue
+            original = getattr(module, name, None)
+            try:
+                assert isinstance(original, type)
+                ours = make(original)
+            except (AssertionError, KeyError, TypeError):
+                whole = False
+                continue
+            if name == "GenerationTracker":
+                _generations = itertools.count(int(original.__dict__["generation"]) + 1)
+            _originals[name] = (original, ours)
+            _replace(name, original, ours)
+    return whole
+
+
+def undo() -> None:
+    """Give torch its process-wide counters back, going on from this thread's values."""
+    with _lock:
+        for name, attribute in (("MarkStepBox", "mark_step_counter"), ("GenerationTracker", "generation")):
+            if name not in _originals:
+                continue
+            original, ours = _originals.pop(name)
+            setattr(original, attribute, getattr(ours, attribute) if name == "MarkStepBox" else next(_generations))
+            _replace(name, ours, original)
+
+
+def applied() -> bool:
+    """Whether marks are per thread now in torch's own trees."""
+    return "MarkStepBox" in _originals
+
+
+def mark_step_begin() -> None:
+    """Mark that the calling thread begins a step; see ``graphsafe.mark_step_begin``."""
+    trees: Any = sys.modules.get(TREES)
+    if trees is None and MUTATION_GUARD in sys.modules and torch.cuda.is_available():
+        trees = importlib.import_module(TREES)  # Dynamo is here, so a compiled step may follow, and must see this mark
+    mark = getattr(trees, "mark_step_begin", None)
+    if mark is not None:
+        if not applied():
+            apply()
+        mark()
+        return
+    counters = _counters(create=True)
+    assert counters is not None
+    counters.mark = (counters.mark or 0) - 1
+
+
+def _replace(name: str, old: type, new: type) -> None:
+    """Put ``new`` wherever torch's compiler modules have ``old`` under its name."""
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith(("torch._dynamo", "torch._inductor")) and module.__dict__.get(name) is old:
+            setattr(module, name, new)
