@@ -39,14 +39,14 @@ def marks_seen_by_main(module: ModuleType, mark: object) -> int:
 
 def test_a_mark_ends_other_threads_steps_in_plain_torch(trees: ModuleType) -> None:
     assert marks_seen_by_main(trees, torch.compiler.cudagraph_mark_step_begin) == 20
-    assert step_markers.probe()
+    assert step_markers.probe(trees)
 
 
 def test_mark_step_begin_is_this_threads_alone(trees: ModuleType) -> None:
     steps.mark_step_begin()  # repairs
     assert marks_seen_by_main(trees, steps.mark_step_begin) == 0
     assert marks_seen_by_main(trees, torch.compiler.cudagraph_mark_step_begin) == 0
-    assert not step_markers.probe()
+    assert not step_markers.probe(trees)
 
 
 def test_each_thread_counts_its_own_marks(trees: ModuleType) -> None:

@@ -1,4 +1,4 @@
-"""Repair: step markers and generations belong to a thread (fault A6, all torch read).
+"""A6: step markers and generations are one for the process.
 
 What users see: another thread's step ends mine, so that outputs are overwritten early, or steps never end.
 Cause: ``MarkStepBox.mark_step_counter`` and ``GenerationTracker.generation`` are one for the process, and unlocked.
@@ -17,12 +17,23 @@ import importlib
 import itertools
 import sys
 import threading
-from typing import Any
+import types
+from typing import Any, Final
 
 import torch
 
-TREES = "torch._inductor.cudagraph_trees"
-MUTATION_GUARD = "torch._dynamo.mutation_guard"
+from ._patches import Evidence, RepairError
+
+TREES: Final = "torch._inductor.cudagraph_trees"
+MUTATION_GUARD: Final = "torch._dynamo.mutation_guard"
+
+FAULT: Final = "A6"
+MODULES: Final = (TREES, MUTATION_GUARD)
+EVIDENCE: Final = Evidence(
+    fault="another thread's step ends mine: outputs are overwritten early, or steps never end",
+    reports=(),
+    versions="2.13, 2.14.1 and 2.15.0, measured",
+)
 _KEY = "graphsafe_step_counters"
 
 _lock = threading.Lock()  # guards applying and undoing; taken alone
@@ -89,19 +100,39 @@ def _make_tracker(original: type) -> type:
 _MAKERS = {"MarkStepBox": (TREES, _make_box), "GenerationTracker": (MUTATION_GUARD, _make_tracker)}
 
 
-def probe() -> bool:
-    """Whether this torch has the fault: a mark in another thread is seen in this one. Loads torch's trees."""
-    import torch._inductor.cudagraph_trees as trees
-
-    module: Any = trees
-    box = getattr(module, "MarkStepBox", None)
-    if box is None:
-        return False
-    before = box.mark_step_counter
-    thread = threading.Thread(target=module.mark_step_begin)
+def probe(module: types.ModuleType) -> bool:
+    """Whether what one thread counts is seen by another. Marks are made on a copy, so that no thread's step ends."""
+    if module.__name__ == MUTATION_GUARD:
+        return isinstance(vars(module)["GenerationTracker"].__dict__.get("generation"), int)
+    box = type("MarkStepBox", (), {"mark_step_counter": 0})
+    mark = types.FunctionType(module.mark_step_begin.__code__, {**vars(module), "MarkStepBox": box})
+    thread = threading.Thread(target=mark)
     thread.start()
     thread.join()
-    return bool(box.mark_step_counter != before)
+    return "MarkStepBox" not in _originals and box.__dict__["mark_step_counter"] != 0
+
+
+def repair(module: types.ModuleType) -> None:
+    """Keep the module's counter for each thread. Idempotent.
+
+    Raises:
+        RepairError: the module's internals have moved.
+    """
+    global _generations
+    name, make = next((name, make) for name, (home, make) in _MAKERS.items() if home == module.__name__)
+    with _lock:
+        if name in _originals:
+            return
+        original = getattr(module, name, None)
+        try:
+            assert isinstance(original, type)
+            ours = make(original)
+        except (AssertionError, KeyError, TypeError) as exc:
+            raise RepairError(f"{module.__name__}.{name} is not the class with a counter that it was") from exc
+        if name == "GenerationTracker":
+            _generations = itertools.count(int(original.__dict__["generation"]) + 1)
+        _originals[name] = (original, ours)
+        _replace(name, original, ours)
 
 
 def apply() -> bool:
@@ -110,24 +141,14 @@ def apply() -> bool:
     Returns:
         False where a loaded module's internals have moved, so that the fault stays.
     """
-    global _generations
     whole = True
-    with _lock:
-        for name, (home, make) in _MAKERS.items():
-            module: Any = sys.modules.get(home)
-            if module is None or name in _originals:
-                continue
-            original = getattr(module, name, None)
+    for home in MODULES:
+        module = sys.modules.get(home)
+        if module is not None:
             try:
-                assert isinstance(original, type)
-                ours = make(original)
-            except (AssertionError, KeyError, TypeError):
+                repair(module)
+            except RepairError:
                 whole = False
-                continue
-            if name == "GenerationTracker":
-                _generations = itertools.count(int(original.__dict__["generation"]) + 1)
-            _originals[name] = (original, ours)
-            _replace(name, original, ours)
     return whole
 
 
