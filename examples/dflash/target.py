@@ -1,0 +1,226 @@
+"""The target: a frozen language model, and the outputs of some of its layers for rows of packed documents.
+
+Guarantees:
+- A token sees the tokens of its own document before it and nothing else, and positions start anew in each document, so
+  packed documents give what each alone gives. No dense mask: flex_attention on CUDA; elsewhere the documents'
+  attention is computed one after the other, and padding is not computed at all.
+- The language-model head is not run for features.
+- ``features`` may be called from several threads; what hooks collect is kept per thread.
+
+How attention gets in: transformers returns a four-dimensional mask to the layers as it is, so a registered attention
+function receives the block mask, or the documents' lengths, where other functions receive a mask.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from .attention import block_mask, flex
+
+ATTENTION = "packed_documents"
+
+# Tokens that no text holds and no training moved, by (vocabulary, hidden size, layers).
+KNOWN_MASK_TOKENS = {(49152, 576, 30): 16}  # SmolLM2-135M-Instruct: <empty_output>
+QWEN3_MASK_TOKEN = 151669  # the first row past the tokenizer in the padded embedding of 151,936 rows
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | BlockMask | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """An attention function of transformers: packed where ``features`` asks for it, else scaled_dot_product_attention.
+
+    Args:
+        query: [1, N, T, D]; key, value: [1, Nkv, T, D].
+        attention_mask: a BlockMask; or int64 [1, 1, 1, documents], the documents' lengths, which sum to T.
+    """
+    if isinstance(attention_mask, BlockMask):
+        return flex(query, key, value, attention_mask, scale=scaling).transpose(1, 2), None
+    if attention_mask is None or attention_mask.dtype != torch.int64:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    lengths = attention_mask.flatten().tolist()
+    documents = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
+    parts = [F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling) for q, k, v in documents]
+    return torch.cat(parts, dim=2).transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION, packed_attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+def target_layer_ids(num_layers: int, num_features: int) -> tuple[int, ...]:
+    """``num_features`` layers, evenly spaced from layer 1 to the third from last; the middle one for 1.
+
+    Raises:
+        ValueError: the target has too few layers for so many different ones.
+    """
+    if num_features == 1:
+        return (num_layers // 2,)
+    first, last = 1, num_layers - 3
+    ids = tuple(round(first + (last - first) * i / (num_features - 1)) for i in range(num_features))
+    if last < first or len(set(ids)) < num_features:
+        raise ValueError(f"A target of {num_layers} layers has no {num_features} to read: lower --num-features.")
+    return ids
+
+
+class Target:
+    """A frozen causal language model on one device.
+
+    Attributes:
+        model: the transformers model, in eval mode.
+        tokenizer: its tokenizer; None for a model made in memory.
+        config: the model's configuration (of its text part).
+        embed_tokens: its embedding module; lm_head_weight: [V, H], the head.
+        mask_token_id: a token that no text uses, where one is known.
+        eos_token_ids: the tokens that end a text.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any = None) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.config = model.config.get_text_config()
+        refuse_unpackable(self.config)
+        model.set_attn_implementation(ATTENTION)
+        self.decoder = model.get_decoder()
+        self.embed_tokens: nn.Module = model.get_input_embeddings()
+        self.lm_head_weight: Tensor = model.get_output_embeddings().weight
+        self.hidden_size: int = self.config.hidden_size
+        self.intermediate_size: int = self.config.intermediate_size
+        self.num_layers: int = self.config.num_hidden_layers
+        self.vocab_size: int = self.lm_head_weight.shape[0]
+        self.num_heads: int = self.config.num_attention_heads
+        self.num_kv_heads: int = getattr(self.config, "num_key_value_heads", None) or self.num_heads
+        self.head_dim: int = getattr(self.config, "head_dim", None) or self.hidden_size // self.num_heads
+        self.rms_norm_eps: float = getattr(self.config, "rms_norm_eps", 1e-6)
+        self.rope_theta = _rope_theta(self.config)
+        self.mask_token_id = _known_mask_token(self)
+        self.eos_token_ids = _eos_token_ids(model)
+        self._collecting = threading.local()
+        for index, layer in enumerate(self.decoder.layers):
+            layer.register_forward_hook(self._collector(index))
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head_weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm_head_weight.dtype
+
+    def drop_layers_after(self, last: int) -> None:
+        """Drop the layers after layer ``last``, which its features don't need. The model then no longer speaks."""
+        del self.decoder.layers[last + 1 :]
+
+    @torch.no_grad()
+    def features(self, tokens: Tensor, document_ids: Tensor, positions: Tensor, layer_ids: tuple[int, ...]) -> Tensor:
+        """Outputs of the layers ``layer_ids`` for a packed row, side by side.
+
+        Args:
+            tokens, document_ids, positions: [T] int64, on the target's device; document_ids are negative where padding,
+                which comes last.
+            layer_ids: the K layers.
+        Returns:
+            [T, K*H] in the model's dtype. Padding is zero on CPU, and means nothing elsewhere.
+        Sync: none on CUDA.
+        """
+        mask: Any
+        if tokens.is_cuda:
+            mask, num_valid = _document_mask(document_ids), len(tokens)
+        else:
+            kept = document_ids[document_ids >= 0]
+            num_valid = len(kept)
+            mask = torch.unique_consecutive(kept, return_counts=True)[1].view(1, 1, 1, -1)
+        out = torch.zeros(len(tokens), len(layer_ids), self.hidden_size, dtype=self.dtype, device=self.device)
+        if num_valid == 0:
+            return out.flatten(1)
+        self._collecting.into = {layer: out[:num_valid, place] for place, layer in enumerate(layer_ids)}
+        try:
+            self.decoder(
+                input_ids=tokens[None, :num_valid],
+                position_ids=positions[None, :num_valid],
+                attention_mask=mask,
+                use_cache=False,
+            )
+        finally:
+            self._collecting.into = None
+        return out.flatten(1)
+
+    def _collector(self, index: int) -> Callable[[nn.Module, Any, Any], None]:
+        def collect(module: nn.Module, args: Any, output: Any) -> None:
+            into: dict[int, Tensor] | None = getattr(self._collecting, "into", None)
+            if into is not None and index in into:
+                into[index].copy_((output[0] if isinstance(output, tuple) else output)[0])
+
+        return collect
+
+
+def load_target(name_or_dir: str | Path, device: torch.device | str, dtype: torch.dtype) -> Target:
+    """The target from a Hugging Face directory or hub name, on ``device``.
+
+    Raises:
+        ValueError: attention that packed documents cannot have (sliding windows, linear attention).
+        OSError: no such model.
+    """
+    path = str(name_or_dir)
+    refuse_unpackable(transformers.AutoConfig.from_pretrained(path).get_text_config())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, low_cpu_mem_usage=True)
+    return Target(model.to(device), tokenizer)
+
+
+def refuse_unpackable(config: Any) -> None:
+    """Raise ValueError where a layer's attention is not full causal attention."""
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if kinds:
+        raise ValueError(
+            f"The target has layers of {', '.join(sorted(kinds))}. Features of packed documents need full attention "
+            "in every layer: choose another target."
+        )
+
+
+def _document_mask(document_ids: Tensor) -> BlockMask:
+    def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (document_ids[query] == document_ids[key])
+
+    return block_mask(visible, len(document_ids), len(document_ids), document_ids.device)
+
+
+def _rope_theta(config: Any) -> float:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    theta = parameters.get("rope_theta") or getattr(config, "rope_theta", None)
+    if theta is None:
+        raise ValueError("The target's configuration names no rope_theta: the drafter's positions cannot follow it.")
+    return float(theta)
+
+
+def _known_mask_token(target: Target) -> int | None:
+    known = KNOWN_MASK_TOKENS.get((target.vocab_size, target.hidden_size, target.num_layers))
+    if known is None and target.config.model_type == "qwen3" and target.vocab_size == 151936:
+        return QWEN3_MASK_TOKEN
+    return known
+
+
+def _eos_token_ids(model: Any) -> tuple[int, ...]:
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    if eos is None:
+        eos = model.config.get_text_config().eos_token_id
+    return tuple(eos) if isinstance(eos, list | tuple) else (() if eos is None else (eos,))
