@@ -194,7 +194,7 @@ def masked_mean(x: Tensor, mask: Tensor, *, dim: int | Sequence[int] | None = No
     Sums of half precision are taken in float32; the result has ``x``'s dtype, or the default one for integers.
     """
     mask = _mask(mask, "masked_mean")
-    shape = torch.broadcast_shapes(x.shape, mask.shape)  # type: ignore[no-untyped-call]
+    shape = torch.broadcast_shapes(x.shape, mask.shape)
     x, mask = x.expand(shape), mask.expand(shape)
     dims = dim if dim is None or isinstance(dim, int) else tuple(dim)
     half = x.dtype in (torch.float16, torch.bfloat16)

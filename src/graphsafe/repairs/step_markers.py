@@ -7,12 +7,13 @@ device threads that run a thread's backward: forward and backward go on to see o
 
 Guarantees:
 - Importing this module, and marking, import neither torch._dynamo nor torch._inductor.
-- A mark made before torch's modules are loaded counts once they are, if the repair is applied then.
+- A mark made before torch's modules are loaded counts once they are.
 - Torch's names stay readable, and read the calling thread's value.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import sys
@@ -22,6 +23,7 @@ from typing import Any, Final
 
 import torch
 
+from ._import_hook import ImportHook
 from ._patches import Evidence, RepairError
 
 TREES: Final = "torch._inductor.cudagraph_trees"
@@ -36,8 +38,9 @@ EVIDENCE: Final = Evidence(
 )
 _KEY = "graphsafe_step_counters"
 
-_lock = threading.Lock()  # guards applying and undoing; taken alone
+_lock = threading.Lock()  # guards the three below; taken under the registry's lock or alone
 _originals: dict[str, tuple[type, type]] = {}  # class name -> (torch's, ours)
+_hook: list[ImportHook] = []  # waits for torch's modules, once a mark came before them
 _generations = itertools.count(1)  # every generation of any thread is a number of its own
 
 
@@ -101,15 +104,16 @@ _MAKERS = {"MarkStepBox": (TREES, _make_box), "GenerationTracker": (MUTATION_GUA
 
 
 def probe(module: types.ModuleType) -> bool:
-    """Whether what one thread counts is seen by another. Marks are made on a copy, so that no thread's step ends."""
+    """Whether torch itself lets one thread see what another counts. No thread's step ends: marks go to a copy."""
     if module.__name__ == MUTATION_GUARD:
-        return isinstance(vars(module)["GenerationTracker"].__dict__.get("generation"), int)
+        tracker = vars(module)["GenerationTracker"]
+        return tracker in {ours for _, ours in _originals.values()} or isinstance(vars(tracker)["generation"], int)
     box = type("MarkStepBox", (), {"mark_step_counter": 0})
     mark = types.FunctionType(module.mark_step_begin.__code__, {**vars(module), "MarkStepBox": box})
     thread = threading.Thread(target=mark)
     thread.start()
     thread.join()
-    return "MarkStepBox" not in _originals and box.__dict__["mark_step_counter"] != 0
+    return bool(vars(box)["mark_step_counter"])
 
 
 def repair(module: types.ModuleType) -> None:
@@ -135,37 +139,17 @@ def repair(module: types.ModuleType) -> None:
         _replace(name, original, ours)
 
 
-def apply() -> bool:
-    """Repair those of torch's two modules that are loaded. Idempotent, and cheap when it has been done.
-
-    Returns:
-        False where a loaded module's internals have moved, so that the fault stays.
-    """
-    whole = True
-    for home in MODULES:
-        module = sys.modules.get(home)
-        if module is not None:
-            try:
-                repair(module)
-            except RepairError:
-                whole = False
-    return whole
-
-
 def undo() -> None:
     """Give torch its process-wide counters back, going on from this thread's values."""
     with _lock:
+        while _hook:
+            sys.meta_path.remove(_hook.pop())
         for name, attribute in (("MarkStepBox", "mark_step_counter"), ("GenerationTracker", "generation")):
             if name not in _originals:
                 continue
             original, ours = _originals.pop(name)
             setattr(original, attribute, getattr(ours, attribute) if name == "MarkStepBox" else next(_generations))
             _replace(name, ours, original)
-
-
-def applied() -> bool:
-    """Whether marks are per thread now in torch's own trees."""
-    return "MarkStepBox" in _originals
 
 
 def mark_step_begin() -> None:
@@ -175,13 +159,24 @@ def mark_step_begin() -> None:
         trees = importlib.import_module(TREES)  # Dynamo is here, so a compiled step may follow, and must see this mark
     mark = getattr(trees, "mark_step_begin", None)
     if mark is not None:
-        if not applied():
-            apply()
+        if "MarkStepBox" not in _originals:
+            for module in filter(None, map(sys.modules.get, MODULES)):
+                _imported(module)
         mark()
         return
+    if not _hook and trees is None:  # the first compile may come inside this step
+        with _lock:
+            if not _hook:
+                _hook.append(ImportHook(frozenset(MODULES), _imported))
+                sys.meta_path.insert(0, _hook[0])
     counters = _counters(create=True)
     assert counters is not None
     counters.mark = (counters.mark or 0) - 1
+
+
+def _imported(module: types.ModuleType) -> None:
+    with contextlib.suppress(RepairError):  # what has moved is for install() to warn of
+        repair(module)
 
 
 def _replace(name: str, old: type, new: type) -> None:
