@@ -22,7 +22,7 @@ import torch
 from graphsafe import repairs
 from graphsafe.compile import install, installed, uninstall
 from graphsafe.errors import GraphsafeWarning
-from graphsafe.repairs import fx_flag, synchronize
+from graphsafe.repairs import _compiles, fx_flag, synchronize
 from graphsafe.repairs._patches import Evidence, Patches
 from graphsafe.repairs.hooks import hooks
 from tests.helpers import run_threads
@@ -340,6 +340,27 @@ def test_a_frame_that_dynamo_skips_enters_no_scope(monkeypatch: pytest.MonkeyPat
     with Mode():
         assert compiled(torch.ones(2)).tolist() == [6, 6]
     assert log == []
+
+
+def test_a_lazy_backward_that_older_torch_compiles_in_a_closure_is_scoped_and_confined(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch._functorch._aot_autograd import runtime_wrappers
+
+    log: list[tuple[str, str]] = []
+    confined: list[bool] = []
+    monkeypatch.setattr(hooks, "compile_scope", _scope_spy(log))
+    # such a torch has no class for the compiler; both enter ``tracing`` first
+    wrap = _compiles._wrap_tracing
+    monkeypatch.setattr(_compiles, "_wrap_compiler", lambda patches, _, scope: wrap(patches, runtime_wrappers, scope))
+    install()
+    with _lazy_config():
+        compiled = torch.compile(
+            lambda x: x.exp(), backend=_aot_backend(lambda: confined.append(not torch._C._is_multithreading_enabled()))
+        )
+        assert torch.equal(_train(compiled), torch.ones(3).exp())
+    assert confined == [True]
+    assert [entry for entry in log if entry[1] == "a backward"] == [("enter", "a backward"), ("exit", "a backward")]
 
 
 def test_a_lazy_backward_compiles_once_in_the_scope_and_confined_when_threads_share_it(
