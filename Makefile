@@ -49,6 +49,7 @@ $(VENV)/bin/python:
 
 # torch first and alone, so that no extra can pull in another build of it; then the project under the same constraint.
 define install
+	@echo "Installing torch $(TORCH) and the project into $(VENV) (some minutes the first time)" >&2
 	@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[$(1)]'

@@ -1,0 +1,1 @@
+"""Benchmarks: pytest-benchmark, run by `make bench`."""
