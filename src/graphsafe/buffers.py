@@ -26,6 +26,7 @@ from torch import Tensor
 
 from . import gate
 from .context import active_contexts, resolve_device
+from .deadlines import timeout_s
 from .errors import GraphsafeError, RingClosed, ShapeMismatchError
 
 logger = logging.getLogger("graphsafe")
@@ -352,7 +353,7 @@ class BufferRing:
             return bool(queue) or self._closed
 
         start = time.monotonic()
-        report_s = 0.99 * gate.timeout_s()  # so that this report comes instead of wait_for's, which knows no ring
+        report_s = 0.99 * timeout_s()  # so that this report comes instead of wait_for's, which knows no ring
         try:
             while True:
                 left_s = report_s if timeout is None else max(0.0, timeout - (time.monotonic() - start))

@@ -1,0 +1,88 @@
+"""One compile at a time, outside every capture, with no seat held.
+
+Guarantees:
+- A compile never starts inside a CUDA graph capture: it raises there, and whoever captures compiles first.
+- No gate seat is held while a thread compiles or waits for another's compile.
+- A wait for a compile is logged with the stacks of all concerned, and ends in a GateTimeout.
+
+Importing it plugs the gate into the repairs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from . import gate
+from .deadlines import timeout_s
+from .errors import CaptureError, GateTimeout
+from .repairs.hooks import hooks
+
+COMPILE_PATIENCE = 10.0  # a wait for a compile may last this many times GRAPHSAFE_TIMEOUT_S: the holder does compile
+
+_lock = threading.RLock()  # first in the order of locks; held for the length of a compile
+
+
+class _Depth(threading.local):
+    """How deep this thread is in compiles."""
+
+    def __init__(self) -> None:
+        self.compiles = 0
+
+
+_depth = _Depth()
+
+
+class CompileInCapture(CaptureError):
+    """A compile started inside a capture; the capture is given up and the compile has to happen before it."""
+
+
+@contextmanager
+def _compile_scope(what: str) -> Iterator[None]:
+    captured = gate.capturing()
+    if captured is not None and captured.device.type != "cpu":
+        raise CompileInCapture(
+            "torch.compile started to compile inside a CUDA graph capture.",
+            operation=what,
+            cure="Run the function once with the same shapes, dtypes and modes before the capture; what recompiles at "
+            "every call cannot be captured (TORCH_LOGS=recompiles shows why it does).",
+        )
+    if _depth.compiles or captured is not None:
+        yield
+        return
+    with gate.released():
+        _acquire(what)
+        ident = threading.get_ident()
+        _depth.compiles += 1
+        gate.compiling[ident] = time.monotonic()
+        try:
+            yield
+        finally:
+            del gate.compiling[ident]
+            _depth.compiles -= 1
+            _lock.release()
+
+
+def _acquire(what: str) -> None:
+    interval, start = timeout_s(), time.monotonic()
+    while not _lock.acquire(timeout=interval):
+        waited, who = time.monotonic() - start, threading.current_thread().name
+        if waited >= COMPILE_PATIENCE * interval:
+            raise GateTimeout(
+                f"Thread {who!r} waited for another thread's compile to compile {what}", waited, gate.report()
+            )
+        gate.logger.warning("Thread %r has waited %.0f s to compile %s.\n%s", who, waited, what, gate.report())
+
+
+def _wait_for_captures(device_index: int | None) -> None:
+    if gate.holds_any():  # a holder keeps captures out itself, and a capture must not wait for itself
+        return
+    for one in gate.all_gates():
+        if device_index in (None, one.device.index):
+            one.wait_for_capture()
+
+
+hooks.compile_scope = _compile_scope
+hooks.wait_for_captures = _wait_for_captures

@@ -1,0 +1,399 @@
+"""One gate a device: who may run eager steps there, and who captures.
+
+Guarantees:
+- While a thread captures on a device, no other thread holds a seat there; an exclusive seat excludes all others.
+- Captures come before new seats; among the rest it is first come, first served.
+- A thread that asks for a capture, or that waits for another thread, holds no seat meanwhile, so two threads that
+  upgrade, or a holder and the thread it waits for, never wait for each other.
+- Seats on several devices are taken in the order of the devices, so two threads never hold one each and want the other.
+- Every wait for a gate has a deadline and ends in a GateTimeout that shows the holders' stacks.
+
+A seat is a scope of RNG and sync safety, not a transaction: it may be given back and taken again inside the scope.
+The order of locks is compile, gate, buffers.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from .deadlines import timeout_s
+from .errors import CaptureError, GateTimeout, WrongThreadError
+
+logger = logging.getLogger("graphsafe")
+
+POLL_S = 0.5  # how often a waiter looks whether the holder compiles
+
+
+class Kind(Enum):
+    """What a hold allows: SHARED seats go together, EXCLUSIVE and CAPTURE are alone on the device."""
+
+    SHARED = "a shared seat"
+    EXCLUSIVE = "an exclusive seat"
+    CAPTURE = "a capture"
+
+
+@dataclass
+class Counters:
+    """What one context did. Written by its own thread alone, read by anyone."""
+
+    captures: int = 0
+    failed_captures: int = 0
+    replays: int = 0
+    eager_steps: int = 0
+    mismatches: int = 0
+    wait_s: float = 0.0
+
+    def add(self, other: Counters) -> None:
+        for name in self.__dataclass_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(eq=False)
+class Hold:
+    """One thread's place at one gate. ``on_take`` and ``on_give`` run whenever it is really taken or given back."""
+
+    gate: DeviceGate
+    kind: Kind
+    on_take: Callable[[], None] = _nothing
+    on_give: Callable[[], None] = _nothing
+    counters: Counters = field(default_factory=Counters)
+    ident: int = field(default_factory=threading.get_ident)
+    thread_name: str = field(default_factory=lambda: threading.current_thread().name)
+    task: object = field(default_factory=lambda: _current_task())
+    stack: list[Hold] = field(default_factory=lambda: _held())
+    since: float = 0.0
+    taken: bool = False
+
+
+class _PerThread(threading.local):
+    """What this thread holds, outermost first."""
+
+    def __init__(self) -> None:
+        self.held: list[Hold] = []
+
+
+_per_thread = _PerThread()
+compiling: dict[int, float] = {}  # thread ident -> since when; written by that thread, read by waiters and reports
+
+
+def _held() -> list[Hold]:
+    return _per_thread.held
+
+
+def _current_task() -> object:
+    asyncio = sys.modules.get("asyncio")
+    if asyncio is None:
+        return None
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no event loop runs in this thread
+        return None
+
+
+class DeviceGate:
+    """Seats and captures of one device; see the module's guarantees."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.order = (device.type, -1 if device.index is None else device.index)
+        self._changed = threading.Condition(
+            threading.Lock()
+        )  # guards the two lists below; second in the order of locks
+        self._holders: list[Hold] = []
+        self._waiters: list[Hold] = []
+
+    def seat(
+        self,
+        *,
+        exclusive: bool,
+        counters: Counters | None = None,
+        on_take: Callable[[], None] = _nothing,
+        on_give: Callable[[], None] = _nothing,
+    ) -> Scope:
+        """A scope that holds a seat. Inside the thread's own capture, or a seat as strong, it does nothing."""
+        kind = Kind.EXCLUSIVE if exclusive else Kind.SHARED
+        return Scope(Hold(self, kind, on_take, on_give, counters or Counters()))
+
+    def capture(
+        self,
+        *,
+        counters: Counters | None = None,
+        on_take: Callable[[], None] = _nothing,
+        on_give: Callable[[], None] = _nothing,
+    ) -> Scope:
+        """A scope that is alone on the device; all the thread's seats are given back for its length."""
+        return Scope(Hold(self, Kind.CAPTURE, on_take, on_give, counters or Counters()))
+
+    def capturing_elsewhere(self) -> bool:
+        """Whether another thread captures here just now."""
+        me = threading.get_ident()
+        return any(hold.kind is Kind.CAPTURE and hold.ident != me for hold in list(self._holders))
+
+    def wait_for_capture(self) -> None:
+        """Return once no other thread captures here.
+
+        Raises:
+            GateTimeout: after the deadline.
+        """
+        if not self.capturing_elsewhere():
+            return
+        with self._changed:
+            self._wait(lambda: not self.capturing_elsewhere(), "waited for a running capture", Counters())
+
+    def take(self, hold: Hold) -> None:
+        with self._changed:
+            # A capture goes ahead of all that are not captures; everything else queues at the end.
+            captures = sum(waiter.kind is Kind.CAPTURE for waiter in self._waiters)
+            self._waiters.insert(captures if hold.kind is Kind.CAPTURE else len(self._waiters), hold)
+            try:
+                self._wait(lambda: self._may_go(hold), f"waited for {hold.kind.value}", hold.counters)
+            finally:
+                self._waiters.remove(hold)
+                self._changed.notify_all()
+            hold.since = time.monotonic()
+            self._holders.append(hold)
+            hold.taken = True
+        try:
+            hold.on_take()
+        except BaseException:
+            self._leave(hold)
+            raise
+
+    def give(self, hold: Hold) -> None:
+        try:
+            hold.on_give()
+        finally:
+            self._leave(hold)
+
+    def _leave(self, hold: Hold) -> None:
+        with self._changed:
+            self._holders.remove(hold)
+            hold.taken = False
+            self._changed.notify_all()
+
+    def _may_go(self, hold: Hold) -> bool:
+        shared = hold.kind is Kind.SHARED
+        for waiter in self._waiters:
+            if waiter is hold:
+                break
+            if not (shared and waiter.kind is Kind.SHARED):
+                return False
+        return all(shared and holder.kind is Kind.SHARED for holder in self._holders)
+
+    def _wait(self, predicate: Callable[[], bool], what: str, counters: Counters) -> None:
+        if predicate():
+            return
+        budget, start = timeout_s(), time.monotonic()
+        last, counted = start, 0.0
+        try:
+            while not predicate():
+                self._changed.wait(min(POLL_S, max(budget - counted, 0.01)))
+                now = time.monotonic()
+                if not any(hold.ident in compiling for hold in self._holders):
+                    counted += now - last
+                last = now
+                if counted >= budget and not predicate():
+                    who = threading.current_thread().name
+                    raise GateTimeout(f"Thread {who!r} {what} on {self.device}", now - start, report())
+        finally:
+            counters.wait_s += time.monotonic() - start
+
+
+class Scope:
+    """Holds a seat or a capture for the length of a block, in one thread and one asyncio task."""
+
+    def __init__(self, hold: Hold) -> None:
+        self._hold = hold
+        self._outer: Hold | None = None
+        self._set_aside: list[Hold] = []
+        self._inline = False
+
+    def __enter__(self) -> None:
+        hold = self._hold
+        stack = hold.stack
+        here = next((held for held in stack if held.gate is hold.gate), None)
+        if here is not None and here.task is not hold.task:
+            raise WrongThreadError(f"The seat on {hold.gate.device}", _task_name(here), _task_name(hold))
+        if any(held.kind is Kind.CAPTURE for held in stack):  # inside one's own capture nothing waits
+            if hold.kind is Kind.CAPTURE:
+                raise CaptureError(
+                    "A capture was begun inside a capture of the same thread.", cure="End the first one."
+                )
+            self._inline = True
+            return
+        if (
+            here is not None
+            and hold.kind is not Kind.CAPTURE
+            and (here.kind is Kind.EXCLUSIVE or hold.kind is here.kind)
+        ):
+            self._inline = True
+            return
+        self._outer = here
+        if hold.kind is Kind.CAPTURE:
+            self._set_aside = _give_all(stack)
+        else:
+            self._set_aside = _give_all([held for held in stack if held.gate.order >= hold.gate.order], stack)
+        try:
+            hold.gate.take(hold)
+        except BaseException:
+            _take_all(self._set_aside, stack)
+            raise
+        stack.append(hold)
+        if hold.kind is not Kind.CAPTURE:  # seats on other devices are taken again at once, in order; here's waits
+            again = [held for held in self._set_aside if held is not self._outer]
+            self._set_aside = [] if self._outer is None else [self._outer]
+            _take_all(again, stack)
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._inline:
+            self._inline = False
+            return
+        hold = self._hold
+        stack, task, ident = hold.stack, _current_task(), threading.get_ident()
+        if hold.taken:
+            stack.remove(hold)
+            hold.gate.give(hold)
+        _take_all(self._set_aside, stack)
+        self._set_aside = []
+        if ident != hold.ident or task is not hold.task:
+            caller = threading.current_thread().name if ident != hold.ident else _name_of(task)
+            raise WrongThreadError(f"The seat on {hold.gate.device}", _task_name(hold), caller)
+
+
+def _name_of(task: object) -> str:
+    get_name = getattr(task, "get_name", None)
+    return "no task" if get_name is None else str(get_name())
+
+
+def _task_name(hold: Hold) -> str:
+    return hold.thread_name if hold.task is None else _name_of(hold.task)
+
+
+def _give_all(holds: list[Hold], stack: list[Hold] | None = None) -> list[Hold]:
+    """Give seats back, innermost first; returns them in the order in which to take them again."""
+    given = [hold for hold in holds if hold.taken]
+    stack = holds if stack is None else stack
+    for hold in reversed(given):
+        stack.remove(hold)
+        hold.gate.give(hold)
+    return sorted(given, key=lambda hold: hold.gate.order)
+
+
+def _take_all(holds: list[Hold], stack: list[Hold]) -> None:
+    for hold in holds:
+        hold.gate.take(hold)
+        stack.append(hold)
+
+
+def holds_any() -> bool:
+    """Whether this thread holds a seat or captures, on any device."""
+    return bool(_per_thread.held)
+
+
+def capturing() -> DeviceGate | None:
+    """The gate that this thread captures on, if it does."""
+    for hold in _per_thread.held:
+        if hold.kind is Kind.CAPTURE:
+            return hold.gate
+    return None
+
+
+@contextmanager
+def released() -> Iterator[None]:
+    """Give all this thread's seats back for the length of a wait on another thread, then take them again.
+
+    Inside the thread's own capture on a GPU it does nothing: a capture is not given up. (On the CPU a capture is one
+    checked call, and what it excludes others from, the default generator, is given back like a seat.)
+    """
+    stack = _per_thread.held
+    captured = capturing()
+    if not stack or (captured is not None and captured.device.type != "cpu"):
+        yield
+        return
+    given = _give_all(list(stack), stack)
+    try:
+        yield
+    finally:
+        _take_all(given, stack)
+
+
+def wait_for(condition: threading.Condition, predicate: Callable[[], bool], timeout: float | None, what: str) -> bool:
+    """Wait on ``condition``, which the caller holds, until ``predicate()`` or until ``timeout`` seconds have passed.
+
+    Without a timeout it waits for ever, and logs who holds and waits for what every ``GRAPHSAFE_TIMEOUT_S`` seconds.
+
+    Returns:
+        ``predicate()`` at the end.
+    """
+    start = time.monotonic()
+    deadline = None if timeout is None else start + timeout
+    interval = timeout_s()
+    next_report = start + interval
+    while not predicate():
+        now = time.monotonic()
+        if deadline is not None and now >= deadline:
+            return False
+        condition.wait((next_report if deadline is None else min(deadline, next_report)) - now)
+        if time.monotonic() >= next_report:
+            next_report += interval
+            waited, who = time.monotonic() - start, threading.current_thread().name
+            logger.warning("Thread %r has waited %.0f s for %s.\n%s", who, waited, what, report())
+    return True
+
+
+_gates: dict[torch.device, DeviceGate] = {}
+_gates_lock = threading.Lock()  # guards the dict above; taken alone
+
+
+def gate_for(device: torch.device) -> DeviceGate:
+    """The one gate of a device. ``device`` has its index, unless it is the CPU."""
+    gate = _gates.get(device)
+    if gate is None:
+        with _gates_lock:
+            gate = _gates.setdefault(device, DeviceGate(device))
+    return gate
+
+
+def all_gates() -> list[DeviceGate]:
+    """The gates of all devices used so far."""
+    return list(_gates.values())
+
+
+def report() -> str:
+    """Who holds and who waits for what, with stacks. Takes no lock, so it may be a moment out of date."""
+    frames = sys._current_frames()
+    lines: list[str] = []
+    now = time.monotonic()
+
+    def stack_of(ident: int) -> None:
+        frame = frames.get(ident)
+        if frame is not None:
+            lines.extend(line.rstrip() for line in traceback.format_stack(frame))
+
+    for gate in all_gates():
+        for hold in list(gate._holders):
+            lines.append(
+                f"{gate.device}: thread {hold.thread_name!r} holds {hold.kind.value} for {now - hold.since:.1f} s:"
+            )
+            stack_of(hold.ident)
+        for hold in list(gate._waiters):
+            lines.append(f"{gate.device}: thread {hold.thread_name!r} waits for {hold.kind.value}.")
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, since in list(compiling.items()):
+        lines.append(f"thread {names.get(ident, ident)!r} compiles since {now - since:.1f} s:")
+        stack_of(ident)
+    return "\n".join(lines) or "Nobody holds a seat, captures or compiles."

@@ -1,0 +1,152 @@
+"""The eager training loop: forward, backward, and every so often clip, step and zero.
+
+Guarantees:
+- Runs the same operators whether it is called eagerly or captured, so that both give the same bits.
+- A parameter without gradient stays without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from . import gate
+from .errors import GraphsafeError
+from .optimizers import OptimizerControl
+from .repairs import private
+
+Kind = Literal["whole", "first", "middle", "last"]  # which micro-batch of an accumulation; whole: the only one
+
+
+class Loop:
+    """One micro-batch at a time. The arguments are TrainStep's.
+
+    Attributes:
+        norm: total norm of the last step's gradients before clipping.
+        norm_buffer: where a graph leaves that norm.
+        static_gradients: where graphs accumulate the gradient of each parameter, with ``set_to_none``.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        control: OptimizerControl,
+        *,
+        max_grad_norm: float | None,
+        accumulate: int,
+        scaler: torch.amp.GradScaler | None,
+        set_to_none: bool,
+    ) -> None:
+        self.loss_fn, self.control, self.scaler = loss_fn, control, scaler
+        self.max_grad_norm, self.accumulate, self.set_to_none = max_grad_norm, accumulate, set_to_none
+        self.norm: torch.Tensor | None = None
+        self.norm_buffer: torch.Tensor | None = None
+        self.static_gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self._with_gradient: list[torch.Tensor] = []
+
+    def kind(self, position: int) -> Kind:
+        """Which micro-batch comes after ``position`` others of the accumulation."""
+        if self.accumulate == 1:
+            return "whole"
+        if position == self.accumulate - 1:
+            return "last"
+        return "first" if position == 0 else "middle"
+
+    def run(self, batch: tuple[Any, ...], kind: Kind) -> Any:
+        """One micro-batch. Returns what ``loss_fn`` returned, detached."""
+        result = self.forward_backward(batch)
+        if kind in ("whole", "last"):
+            self.finish()
+        return result
+
+    def forward_backward(self, batch: tuple[Any, ...]) -> Any:
+        result = self.loss_fn(*batch)
+        pair = isinstance(result, tuple) and len(result) == 2
+        loss = result[0] if pair else result
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise GraphsafeError(
+                f"loss_fn returned {type(result).__name__}; it returns a loss of one element, or a tuple (loss, aux)."
+            )
+        if not loss.requires_grad:
+            raise GraphsafeError("The loss does not require grad: no parameter takes part in it, or grad mode is off.")
+        scaled = loss / self.accumulate if self.accumulate > 1 else loss
+        (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
+        leaves, spec = private.tree_flatten(result)
+        return private.tree_unflatten([x.detach() if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+
+    def finish(self) -> None:
+        """Clip, step, zero."""
+        control, optimizer, scaler = self.control, self.control.optimizer, self.scaler
+        parameters = control.parameters
+        captured = gate.capturing() is not None
+        if not captured:
+            self._with_gradient = [p for p in parameters if p.grad is not None]
+        control.refresh_lr()  # before a capture it is up to date, and enqueues nothing
+        norm = None
+        if self.max_grad_norm is not None:
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
+            if captured and self.norm_buffer is not None:
+                self.norm_buffer.copy_(norm)
+        with control.lr_on_device():
+            if scaler is not None:
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+        optimizer.zero_grad(set_to_none=self.set_to_none)
+        self.norm = norm
+
+    # gradients around a graph
+
+    def make_buffers(self) -> None:
+        """What graphs write to and must not allocate themselves. Before the first capture, after eager steps."""
+        if self.accumulate > 1 and self.set_to_none and not self.static_gradients:
+            self.static_gradients = {p: torch.zeros_like(p) for p in self._with_gradient}
+        if self.norm is not None and self.norm_buffer is None:
+            self.norm_buffer = torch.empty_like(self.norm)
+
+    def gradients_ready(self, kind: Kind) -> bool:
+        """Bring the gradients to where a graph of that kind has them; False where only an eager call is right."""
+        if not self.set_to_none:
+            return True  # they stay where they are
+        parameters, static = self.control.parameters, self.static_gradients
+        if kind in ("whole", "first"):
+            return all(p.grad is None for p in parameters)
+        if not static or any(p.grad is not None and p not in static for p in parameters):
+            return False
+        with torch.no_grad():
+            for parameter, gradient in static.items():
+                if parameter.grad is gradient:
+                    continue
+                if parameter.grad is None:
+                    gradient.zero_()
+                else:
+                    gradient.copy_(parameter.grad)
+                parameter.grad = gradient
+        return True
+
+    def begin(self, kind: Kind) -> None:
+        """Part of what is captured: with the first micro-batch the static gradients start at zero."""
+        if kind == "first" and self.set_to_none and self.static_gradients:
+            torch._foreach_zero_(list(self.static_gradients.values()))
+            self.show_gradients(kind)
+
+    def show_gradients(self, kind: Kind) -> None:
+        """After a replay: have the parameters' ``.grad`` as they are after the same call of the eager loop."""
+        if not self.set_to_none:
+            return
+        if kind == "first":
+            for parameter, gradient in self.static_gradients.items():
+                parameter.grad = gradient
+        elif kind in ("whole", "last"):
+            for parameter in self.control.parameters:
+                parameter.grad = None
+
+    def stray_gradients(self) -> bool:
+        """Whether a capture left a gradient outside the static ones, which its replays would make anew."""
+        static = self.static_gradients
+        return self.set_to_none and any(p.grad is not None and p not in static for p in self.control.parameters)

@@ -1,0 +1,103 @@
+"""One record of what graphsafe did in this process.
+
+Guarantees:
+- Reads counters that other modules keep; takes no gate and never synchronises a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .capture import Graph
+from .context import all_counters
+from .gate import Counters
+from .repairs import private
+
+
+@dataclass(frozen=True)
+class ContextStats:
+    """Counts of one context, or of all ended contexts of one name on one device.
+
+    Attributes:
+        name, device: the context's.
+        alive: whether the context still runs; False sums up those that have ended.
+        captures, failed_captures, replays, eager_steps, mismatches: counts.
+        graph_bytes: reserved by the context's CUDA graph pools.
+        wait_s: seconds spent waiting at the device's gate.
+    """
+
+    name: str
+    device: str
+    alive: bool
+    captures: int
+    failed_captures: int
+    replays: int
+    eager_steps: int
+    mismatches: int
+    graph_bytes: int
+    wait_s: float
+
+
+@dataclass(frozen=True)
+class Stats:
+    """All contexts of the process, those alive first. ``str()`` makes a table of it."""
+
+    contexts: tuple[ContextStats, ...]
+
+    def total(self, field: str) -> int | float:
+        """The sum of one count over all contexts."""
+        counts: list[int | float] = [getattr(context, field) for context in self.contexts]
+        return sum(counts)
+
+    def __str__(self) -> str:
+        header = ("context", "device", "captures", "failed", "replays", "eager", "mismatches", "graph MiB", "wait s")
+        rows = [
+            (
+                c.name if c.alive else f"{c.name} (ended)",
+                c.device,
+                str(c.captures),
+                str(c.failed_captures),
+                str(c.replays),
+                str(c.eager_steps),
+                str(c.mismatches),
+                f"{c.graph_bytes / 2**20:.1f}",
+                f"{c.wait_s:.2f}",
+            )
+            for c in self.contexts
+        ]
+        widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+        lines = [
+            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in [header, *rows]
+        ]
+        return "\n".join(lines)
+
+
+def stats() -> Stats:
+    """What every context of this process did so far, ended ones included."""
+    live, ended = all_counters()
+    pools: dict[int, set[tuple[int, int]]] = {}
+    for context, _ in live:
+        graphs = [r for r in list(context._resources) if isinstance(r, Graph)]
+        pools[id(context)] = {graph.pool for graph in graphs if graph.pool is not None}
+    wanted = set().union(*pools.values()) if pools else set()
+    sizes = private.pool_bytes(wanted) if wanted and torch.cuda.is_initialized() else {}
+
+    def row(name: str, device: str, alive: bool, counters: Counters, graph_bytes: int) -> ContextStats:
+        return ContextStats(
+            name=name,
+            device=device,
+            alive=alive,
+            captures=counters.captures,
+            failed_captures=counters.failed_captures,
+            replays=counters.replays,
+            eager_steps=counters.eager_steps,
+            mismatches=counters.mismatches,
+            graph_bytes=graph_bytes,
+            wait_s=counters.wait_s,
+        )
+
+    rows = [row(c.name, str(c.device), True, n, sum(sizes.get(pool, 0) for pool in pools[id(c)])) for c, n in live]
+    rows += [row(name, device, False, n, 0) for (name, device), n in ended.items()]
+    return Stats(tuple(rows))

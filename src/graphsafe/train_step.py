@@ -1,0 +1,409 @@
+"""TrainStep: forward, backward, clipping and optimizer step as one graph.
+
+Guarantees:
+- Bit-identical to the eager loop with the same optimizer configuration, which ``mode="eager"`` runs.
+- No batch is trained twice and none is skipped: the first calls of a signature are real eager steps, the capturing
+  call records and replays once, and a capture that fails has trained nothing.
+- Never replays onto memory that is no longer the captured tensor's: what a module, the optimizer or a parameter holds
+  is compared with what was captured before every replay.
+- On CUDA a replay runs no Python of the user's. On the CPU it runs ``loss_fn`` again, on the static inputs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from . import gate, walk
+from .capture import Graph, capture_with_retries, checked_on_cpu
+from .compile_gate import CompileInCapture
+from .context import ThreadContext, active_contexts
+from .errors import GraphsafeError, GraphsafeWarning, NoContextError, ShapeMismatchError
+from .loop import Kind, Loop
+from .memory import Memory
+from .optimizers import OptimizerControl
+from .repairs import private
+from .signature import Call, StaticInputs, read_call
+
+
+@dataclass
+class _Captured:
+    """One graph, or on the CPU one checked call: what a replay needs, and what it relies on."""
+
+    inputs: StaticInputs
+    graph: Graph | None
+    spec: private.TreeSpec
+    leaves: list[Any]
+    settings: list[dict[str, Any]]
+    memory: Memory
+
+
+@dataclass
+class _Plan:
+    """What is known of one signature."""
+
+    admitted: bool = True
+    calls: int = 0
+    kinds: set[Kind] = field(default_factory=set)  # that ran eagerly
+    compiles: int = 0  # captures given up because a compile started
+    captured: dict[tuple[Kind, tuple[int, ...]], _Captured] = field(default_factory=dict)
+
+
+class TrainStep:
+    """One training step as an object: ``out = step(*batch)``.
+
+    Runs ``loss = loss_fn(*batch); (loss / accumulate).backward()`` and, every ``accumulate``-th call, clips, steps the
+    optimizer and zeroes the gradients.
+
+    Args:
+        loss_fn: returns a scalar loss, or ``(loss, aux)`` with any pytree of tensors.
+        optimizer: its parameters on one device; its learning rate stays a Python number that schedulers may change.
+        model: the module that ``loss_fn`` trains, where ``loss_fn`` does not reach it itself.
+        mode: "graph", or "eager" for the same loop without capture.
+        max_grad_norm: clip the gradients' total norm to this.
+        accumulate: micro-batches a step.
+        scaler: a ``torch.amp.GradScaler``.
+        num_warmup_iters: eager calls of a signature before it is captured.
+        max_graphs: signatures that are captured; further ones run eagerly, with one warning.
+        on_mismatch: what a signature unlike the first gets: "capture" (a graph of its own), "eager", or "error".
+        outputs: "copy", or "alias": the static outputs themselves, which the next replay overwrites.
+        set_to_none: as in ``optimizer.zero_grad``.
+
+    Raises:
+        GraphsafeError: an argument is unusable, or the optimizer cannot be captured (its name and those that can).
+
+    A batch's tensors lie on the optimizer's device; those of a StaticBuffers or a BufferRing slot are read in place.
+
+    Thread safety: one thread, inside a ``thread_context`` of the device.
+    Sync: none after the capture.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        optimizer: torch.optim.Optimizer,
+        *,
+        model: torch.nn.Module | None = None,
+        mode: Literal["graph", "eager"] = "graph",
+        max_grad_norm: float | None = None,
+        accumulate: int = 1,
+        scaler: torch.amp.GradScaler | None = None,
+        num_warmup_iters: int = 3,
+        max_graphs: int = 4,
+        on_mismatch: Literal["capture", "eager", "error"] = "capture",
+        outputs: Literal["copy", "alias"] = "copy",
+        set_to_none: bool = True,
+    ) -> None:
+        is_optimizer = isinstance(optimizer, torch.optim.Optimizer)
+        for name, value, right, rule in (
+            ("loss_fn", loss_fn, callable(loss_fn), "a function that returns the loss"),
+            ("optimizer", type(optimizer).__name__, is_optimizer, "a torch.optim.Optimizer"),
+            ("mode", mode, mode in ("graph", "eager"), "'graph' or 'eager'"),
+            ("accumulate", accumulate, accumulate >= 1, "at least 1"),
+            ("num_warmup_iters", num_warmup_iters, num_warmup_iters >= 0, "at least 0"),
+            ("max_graphs", max_graphs, max_graphs >= 1, "at least 1"),
+            ("max_grad_norm", max_grad_norm, max_grad_norm is None or max_grad_norm > 0, "positive, or None"),
+            ("on_mismatch", on_mismatch, on_mismatch in ("capture", "eager", "error"), "'capture', 'eager' or 'error'"),
+            ("outputs", outputs, outputs in ("copy", "alias"), "'copy' or 'alias'"),
+        ):
+            _check(right, f"{name} is {value!r}; it is {rule}.")
+        self._optimizer, self._scaler, self._mode = optimizer, scaler, mode
+        self._num_warmup_iters, self._max_graphs = num_warmup_iters, max_graphs
+        self._on_mismatch, self._outputs, self._set_to_none = on_mismatch, outputs, set_to_none
+        self._control = OptimizerControl(optimizer, scaled=scaler is not None, strict=mode == "graph")
+        self._device = self._control.device
+        self._loop = Loop(
+            loss_fn,
+            self._control,
+            max_grad_norm=max_grad_norm,
+            accumulate=accumulate,
+            scaler=scaler,
+            set_to_none=set_to_none,
+        )
+        self._roots = (loss_fn, model, optimizer, scaler)  # what a graph keeps alive
+        self._modules = walk.modules(loss_fn, model)
+        self._context: ThreadContext | None = None
+        self._plans: dict[object, _Plan] = {}
+        self._position = 0  # micro-batches of the unfinished accumulation
+        self._num_steps = 0
+        self._draws: dict[object, bool] = {}  # whether a call drew random numbers, by the modules' train/eval flags
+        self._warned = False
+        self._pending_rng: torch.Tensor | None = None
+
+    # the call
+
+    def __call__(self, *batch: Any) -> Any:
+        """Train on one batch. Returns what ``loss_fn`` returned, detached and unscaled.
+
+        Raises:
+            NoContextError: this thread has no context on the device.
+            ShapeMismatchError: another signature than the first, under ``on_mismatch="error"``; or an input on another
+                device. Nothing was trained.
+            CaptureError: the step cannot be captured; nothing was trained by this call.
+            GraphsafeError: a hyper-parameter other than the learning rate has changed since the capture.
+        """
+        context = self._bind()
+        kind = self._loop.kind(self._position)
+        if gate.capturing() is not None:  # nested in an outer capture: part of its graph
+            return self._advance(kind, self._loop.run(batch, kind))
+        call = read_call(batch, self._device, self._modules)
+        plan = self._plan(call, context)
+        if self._mode == "eager" or not plan.admitted:
+            return self._eager(context, plan, call, batch, kind)
+        known = plan.captured.get((kind, call.slots))
+        if known is not None:
+            if not known.memory.holds(self._optimizer):
+                self._forget()
+                return self._eager(context, plan, call, batch, kind)
+            self._control.check_settings(known.settings)
+            if self._loop.gradients_ready(kind):
+                return self._replay(context, known, call, kind)
+        warm = plan.calls >= self._num_warmup_iters and kind in plan.kinds and self._num_steps > 0
+        if known is not None or not warm or not self._loop.gradients_ready(kind):
+            return self._eager(context, plan, call, batch, kind)
+        return self._capture(context, plan, call, batch, kind)
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """Total norm of the last step's gradients before clipping: a tensor [] on the device; None where unclipped."""
+        return None if self._loop.norm is None else self._loop.norm.clone()
+
+    def flush(self) -> None:
+        """Step on an unfinished accumulation, as at the end of an epoch. Does nothing where there is none."""
+        if self._position == 0:
+            return
+        context = self._bind()
+        with context.seat(exclusive=True):
+            self._loop.finish()
+        self._position = 0
+        self._num_steps += 1
+
+    def reset(self) -> None:
+        """Drop all graphs; the next calls warm up and capture again."""
+        self._forget()
+        self._plans.clear()
+        self._warned = False
+
+    # state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the model's weights: optimizer, scaler, accumulated gradients, counters, RNG. It pickles."""
+        parameters = self._control.parameters
+        gradients = (
+            [None if p.grad is None else p.grad.detach().clone() for p in parameters] if self._position else None
+        )
+        generator = None if self._context is None else self._context.generator.get_state()
+        return {
+            "optimizer": self._optimizer.state_dict(),
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
+            "gradients": gradients,
+            "position": self._position,
+            "num_steps": self._num_steps,
+            "generator": generator,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state_dict()``'s value; the model's weights are loaded by the caller.
+
+        Raises:
+            GraphsafeError: a part is missing or belongs to another model. Nothing was loaded.
+        """
+        missing = {"optimizer", "scaler", "gradients", "position", "num_steps", "generator"} - set(state)
+        _check(not missing, f"The state lacks {sorted(missing)}; it is what TrainStep.state_dict() returned.")
+        parameters, gradients = self._control.parameters, state["gradients"]
+        fits = gradients is None or len(gradients) == len(parameters)
+        _check(fits, "The state's gradients belong to a model with another number of parameters.")
+        self._optimizer.load_state_dict(state["optimizer"])
+        if self._scaler is not None and state["scaler"] is not None:
+            self._scaler.load_state_dict(state["scaler"])
+        self._control.prepare()
+        self._forget()
+        for index, parameter in enumerate(parameters):
+            gradient = None if gradients is None else gradients[index]
+            parameter.grad = None if gradient is None else gradient.detach().clone().to(parameter.device)
+        self._position, self._num_steps = int(state["position"]), int(state["num_steps"])
+        if state["generator"] is not None:
+            self._pending_rng = state["generator"]
+
+    # what the call is made of
+
+    def _bind(self) -> ThreadContext:
+        context = next((c for c in active_contexts() if c.device == self._device), None)
+        bound = self._context
+        if bound is not None and bound is not context and not bound.closed:
+            bound.check_thread("A TrainStep of the context")
+        if context is None:
+            raise NoContextError("TrainStep", str(self._device))
+        if context is not bound:
+            self.reset()  # the former context's graphs died with it
+            self._context = context
+        if self._pending_rng is not None:
+            context.generator.set_state(self._pending_rng.cpu())
+            self._pending_rng = None
+        return context
+
+    def _plan(self, call: Call, context: ThreadContext) -> _Plan:
+        plan = self._plans.get(call.key)
+        if plan is not None:
+            return plan
+        admitted = len(self._plans) < self._max_graphs
+        if self._plans:
+            context.counters.mismatches += 1
+            if self._on_mismatch == "error":
+                first = next(iter(self._plans))
+                raise ShapeMismatchError("TrainStep's batch", first, call.key)
+            admitted = admitted and self._on_mismatch == "capture"
+        plan = _Plan(admitted=admitted)
+        if admitted:
+            self._plans[call.key] = plan
+        elif self._on_mismatch == "capture" and not self._warned and self._mode == "graph":
+            self._warned = True
+            warnings.warn(
+                f"TrainStep has met more than max_graphs={self._max_graphs} signatures; further ones run eagerly until "
+                "reset(). Pad batches to fewer shapes (graphsafe.padding), or raise max_graphs.",
+                GraphsafeWarning,
+                stacklevel=3,
+            )
+        return plan
+
+    def _eager(self, context: ThreadContext, plan: _Plan, call: Call, batch: tuple[Any, ...], kind: Kind) -> Any:
+        draws = self._draws.get(call.training)
+        with context.seat(exclusive=draws is not False):
+            before = context.drawn() if draws is None else None
+            result = self._loop.run(batch, kind)
+            if draws is None:
+                self._draws[call.training] = context.drawn() != before
+        plan.calls += 1
+        plan.kinds.add(kind)
+        context.counters.eager_steps += 1
+        return self._advance(kind, result)
+
+    def _advance(self, kind: Kind, result: Any) -> Any:
+        steps = kind in ("whole", "last")
+        self._position = 0 if steps else self._position + 1
+        self._num_steps += steps
+        return result
+
+    # capture and replay
+
+    def _capture(self, context: ThreadContext, plan: _Plan, call: Call, batch: tuple[Any, ...], kind: Kind) -> Any:
+        self._loop.make_buffers()
+        inputs = StaticInputs(call)
+        inputs.load(call)
+        self._control.refresh_lr()
+        arguments = call.with_tensors(inputs.tensors)
+        if self._device.type == "cpu":
+            return self._check_on_cpu(context, plan, call, inputs, arguments, kind)
+        gradients = [(p, p.grad) for p in self._control.parameters]
+        stages = None if self._scaler is None else private.scaler_stages(self._scaler)
+        known_state = set(self._optimizer.state)
+        norm = self._loop.norm
+
+        def body() -> Any:
+            self._loop.begin(kind)
+            return self._loop.run(arguments, kind)
+
+        def undo() -> None:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            for parameter in set(self._optimizer.state) - known_state:
+                del self._optimizer.state[parameter]
+            if self._scaler is not None and stages is not None:
+                private.restore_stages(self._scaler, stages)
+            self._loop.norm = norm
+
+        try:
+            graph, result = capture_with_retries(context, body, undo, shared_pool=self._outputs == "copy")
+        except CompileInCapture:
+            plan.compiles += 1
+            if plan.compiles > 1:
+                raise
+            return self._eager(context, plan, call, batch, kind)  # compiles outside the capture
+        if set(self._optimizer.state) != known_state or self._loop.stray_gradients():
+            # State or a gradient made inside the capture would be made anew by every replay.
+            graph.close()
+            undo()
+            return self._eager(context, plan, call, batch, kind)
+        captured = self._remember(plan, call, inputs, graph, result, kind)
+        graph.keep(self._roots, inputs.tensors, gradients, self._control.lr_tensors)
+        graph.keep(self._loop.static_gradients, self._loop.norm_buffer)
+        return self._replay(context, captured, call, kind, loaded=True)
+
+    def _remember(
+        self, plan: _Plan, call: Call, inputs: StaticInputs, graph: Graph | None, result: Any, kind: Kind
+    ) -> _Captured:
+        leaves, spec = private.tree_flatten(result)
+        memory = Memory.of(self._modules, self._optimizer, with_gradients=not self._set_to_none)
+        captured = _Captured(inputs, graph, spec, leaves, self._control.settings(), memory)
+        plan.captured[(kind, call.slots)] = captured
+        return captured
+
+    def _check_on_cpu(
+        self, context: ThreadContext, plan: _Plan, call: Call, inputs: StaticInputs, arguments: Any, kind: Kind
+    ) -> Any:
+        gradients = [(p, None if p.grad is None else p.grad.clone()) for p in self._control.parameters]
+        try:
+            with checked_on_cpu(context):
+                self._loop.begin(kind)
+                result = self._loop.forward_backward(arguments)
+        except BaseException:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            raise
+        if kind in ("whole", "last"):
+            with context.seat(exclusive=self._draws.get(call.training) is not False):
+                self._loop.finish()
+        captured = self._remember(plan, call, inputs, None, result, kind)
+        captured.leaves = [x.clone() if isinstance(x, torch.Tensor) else x for x in captured.leaves]
+        return self._advance(kind, self._give_out(captured))
+
+    def _replay(self, context: ThreadContext, captured: _Captured, call: Call, kind: Kind, loaded: bool = False) -> Any:
+        if not loaded:
+            captured.inputs.load(call)
+        if captured.graph is None:
+            return self._replay_on_cpu(context, captured, call, kind)
+        self._control.refresh_lr()
+        captured.graph.replay()
+        self._loop.show_gradients(kind)
+        if kind in ("whole", "last") and self._loop.norm is not None:
+            self._loop.norm = self._loop.norm_buffer
+        return self._advance(kind, self._give_out(captured))
+
+    def _replay_on_cpu(self, context: ThreadContext, captured: _Captured, call: Call, kind: Kind) -> Any:
+        with context.seat(exclusive=self._draws.get(call.training) is not False):
+            self._loop.begin(kind)
+            result = self._loop.run(call.with_tensors(captured.inputs.tensors), kind)
+        leaves = private.tree_flatten(result)[0]
+        with torch.no_grad():
+            for index, leaf in enumerate(leaves):
+                if isinstance(leaf, torch.Tensor):
+                    captured.leaves[index].copy_(leaf)
+        context.counters.replays += 1
+        return self._advance(kind, self._give_out(captured))
+
+    def _give_out(self, captured: _Captured) -> Any:
+        leaves = captured.leaves
+        if self._outputs == "copy":
+            leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return private.tree_unflatten(leaves, captured.spec)
+
+    # is the captured memory still the model's?
+
+    def _forget(self) -> None:
+        """Let all graphs go: a parameter or the optimizer's state is no longer the captured one."""
+        for plan in self._plans.values():
+            for captured in plan.captured.values():
+                if captured.graph is not None:
+                    captured.graph.close()
+            plan.captured.clear()
+        self._loop.static_gradients = {}
+        self._control.prepare()
+
+
+def _check(right: bool, text: str) -> None:
+    if not right:
+        raise GraphsafeError(text)
