@@ -1,9 +1,17 @@
-"""Skips the tests whose devices are not there."""
+"""Skips the tests whose devices are not there, and lets subprocesses import what the tests do."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
+
+ROOT = Path(__file__).parents[1]
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -20,10 +19,8 @@ def blocks() -> list[tuple[bool, str]]:
 def test_readme_programs_run_one_after_the_other(tmp_path: Path) -> None:
     program = tmp_path / "readme.py"
     program.write_text("\n".join(code for runs, code in blocks() if runs))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    result = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, timeout=200, env=environment, check=False
-    )
+    command = [sys.executable, str(program)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert result.returncode == 0, result.stderr
     assert "trainer-3" in result.stdout  # the statistics name every thread
 
