@@ -270,7 +270,7 @@ def test_train_step_that_cannot_be_captured_names_the_line_and_trains_nothing() 
     with gs.thread_context("cpu"):
         step(*batches(1)[0])
         before = copy.deepcopy(dict(net.named_parameters()))
-        with pytest.raises(gs.CaptureError, match="loss.item") as caught:
+        with pytest.raises(gs.CaptureError, match=r"loss\.item") as caught:
             step(*batches(1)[0])
         assert "test_train_step.py" in str(caught.value.location)
         assert all(torch.equal(a, b) for a, b in zip(before.values(), net.parameters(), strict=True))
