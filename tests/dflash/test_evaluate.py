@@ -1,0 +1,195 @@
+"""Speculative decoding: what it is worth, and that the lossless check passes what is right and fails what is not."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from examples.dflash import evaluate as command
+from examples.dflash.config import PRESETS, InputError
+from examples.dflash.data import Prompt
+from examples.dflash.drafter import save
+from examples.dflash.evaluate import evaluate, first_difference, is_tie, loops
+from examples.dflash.lookup import History, LookupDrafting
+from examples.dflash.speculate import ModelDrafting, speculate
+
+from .models import random_drafter, tiny_target
+from .texts import CharTokenizer, conversation, counting_target, tiny_run
+
+CONFIG = dataclasses.replace(PRESETS["demo"], max_new_tokens=25, decode_batch=4, min_acceptance=1.0)
+PROMPTS = [
+    Prompt(number, number + 1, [5 + (7 * number + 3 * place) % 50 for place in range(2 + number % 4)])
+    for number in range(6)
+]
+
+
+class CountingOracle:
+    """A drafter that knows a counting target, wrong from draft ``right`` on."""
+
+    layer_ids = ()
+
+    def __init__(self, block_size, right=None, vocabulary=61):
+        self.block_size = block_size
+        self.offsets = torch.arange(1, block_size)
+        self.offsets[right:] += 1 if right is not None else 0
+        self.vocabulary = vocabulary
+
+    def start(self, prompts, first, max_length, features, valid):
+        pass
+
+    def propose(self, last, positions):
+        return (last[:, None] + self.offsets) % self.vocabulary
+
+    def observe(self, committed, features, positions, valid):
+        pass
+
+    def keep(self, rows):
+        pass
+
+
+def accept_everything(drafts, posterior):
+    return torch.full((len(drafts),), drafts.shape[1])
+
+
+def accept_one_too_many(drafts, posterior):
+    right = (drafts == posterior[:, :-1]).cumprod(dim=1).sum(dim=1)
+    return (right + 1).clamp(max=drafts.shape[1])
+
+
+def test_drafter_that_knows_the_target_reaches_the_block_size():
+    evaluation = evaluate(counting_target(), CountingOracle(8), PROMPTS, CONFIG)
+    assert evaluation.acceptance == 8.0
+    assert evaluation.passed
+    assert evaluation.drafter.accepted == [0] * 8 + [3 * len(PROMPTS)]
+
+
+@pytest.mark.parametrize("right", [0, 1, 3])
+def test_acceptance_counts_the_right_drafts_and_the_targets_own_token(right):
+    config = dataclasses.replace(CONFIG, max_new_tokens=1 + 4 * (right + 1))
+    evaluation = evaluate(counting_target(), CountingOracle(8, right), PROMPTS, config)
+    assert evaluation.acceptance == right + 1
+    assert evaluation.lossless
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_random_drafter_accepts_next_to_nothing_and_is_lossless(dtype):
+    target = tiny_target(dtype=getattr(torch, dtype))
+    drafter = random_drafter().to(getattr(torch, dtype))
+    evaluation = evaluate(target, ModelDrafting(drafter, target), PROMPTS, dataclasses.replace(CONFIG, dtype=dtype))
+    assert 1.0 <= evaluation.acceptance < 1.3
+    assert evaluation.lossless
+
+
+def test_corrupted_drafter_stays_lossless():
+    target, drafter = tiny_target(), random_drafter()
+    with torch.no_grad():
+        drafter.layers[0].mlp.down_proj.weight.mul_(1e4)
+        drafter.fc.weight[0].fill_(float("nan"))
+    evaluation = evaluate(target, ModelDrafting(drafter, target), PROMPTS, CONFIG)
+    assert evaluation.lossless
+
+
+@pytest.mark.parametrize("accept", [accept_everything, accept_one_too_many])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_corrupted_verifier_fails_the_check(accept, dtype):
+    target = tiny_target(dtype=getattr(torch, dtype))
+    drafter = random_drafter().to(getattr(torch, dtype))
+    config = dataclasses.replace(CONFIG, dtype=dtype)
+    evaluation = evaluate(target, ModelDrafting(drafter, target), PROMPTS, config, accept=accept)
+    assert not evaluation.lossless
+    assert not evaluation.passed
+    assert "not lossless" in evaluation.verdict()
+    assert f"line {evaluation.drafter.failures[0].line}: token" in evaluation.report()
+
+
+def test_low_acceptance_fails():
+    config = dataclasses.replace(CONFIG, min_acceptance=2.5, max_new_tokens=17)
+    evaluation = evaluate(counting_target(), CountingOracle(8, 1), PROMPTS, config)
+    assert evaluation.lossless
+    assert not evaluation.passed
+    assert "acceptance length 2.00 is below 2.50" in evaluation.verdict()
+
+
+def test_speculation_stops_at_end_of_text_within_a_block():
+    target = counting_target()
+    target.eos_token_ids = (30,)
+    done = speculate(target, CountingOracle(8), [[20], [40], [27]], 25)
+    assert done.answers == [list(range(21, 31)), [*range(41, 61), *range(5)], [28, 29, 30]]
+
+
+def test_drafting_in_a_batch_equals_each_prompt_alone():
+    target, drafter = tiny_target(), random_drafter()
+    tokens = [prompt.tokens for prompt in PROMPTS]
+    together = speculate(target, ModelDrafting(drafter, target), tokens, 25)
+    alone = [speculate(target, ModelDrafting(drafter, target), [prompt], 25) for prompt in tokens]
+    assert together.answers == [done.answers[0] for done in alone]
+    assert together.num_rounds == [done.num_rounds[0] for done in alone]
+
+
+def test_lookup_drafts_what_followed_the_longest_suffix():
+    history = History([1, 2, 3, 9, 2, 3, 7, 1, 2, 3])
+    assert history.draft(4) == [9, 2, 3, 7]  # after 1 2 3, not the later 2 3
+    history.extend([8])
+    assert history.draft(4) == []
+    history.extend([2])
+    assert history.draft(2) == [3, 8]
+
+
+def test_lookup_is_right_on_an_answer_that_repeats_its_prompt():
+    target = counting_target(vocabulary=10)
+    done = speculate(target, LookupDrafting(4), [[*range(10), 0, 1]], 13)
+    assert done.answers == [[(2 + number) % 10 for number in range(13)]]
+    assert done.num_rounds == [3]
+
+
+def test_looping_answers_are_left_out_of_the_second_score():
+    evaluation = evaluate(counting_target(vocabulary=10), CountingOracle(8, vocabulary=10), PROMPTS[:1], CONFIG)
+    assert loops(evaluation.alone[1])
+    assert evaluation.score(evaluation.drafter, looping=False).num_prompts == 0
+    assert not loops(list(range(100)))
+    assert not loops([1, 2, 3])
+
+
+def test_first_difference_counts_a_missing_token():
+    assert first_difference([1, 2], [1, 2]) is None
+    assert first_difference([1, 2], [1, 3]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) == 2
+
+
+def test_ties_are_judged_by_dtype():
+    assert is_tie(9e-5, 20.0, "float32")
+    assert not is_tie(2e-4, 20.0, "float32")
+    assert is_tie(0.4, 20.0, "bfloat16")  # an ulp of 20 is 0.125
+    assert not is_tie(0.5, 20.0, "bfloat16")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    target = tiny_target()
+    target.tokenizer = CharTokenizer()
+    monkeypatch.setattr(command, "resolve_target", lambda name: tmp_path)
+    monkeypatch.setattr(command, "load_target", lambda *args: target)
+    return tiny_run(tmp_path, [conversation(f"number {number}") for number in range(6)], num_held_out=3)
+
+
+def test_command_writes_its_outcome(run, capsys):
+    save(random_drafter(), run.drafter_path)
+    evaluation = command.main(run)
+    record = json.loads((run.out / "evaluation.json").read_text())
+    assert record["passed"] is evaluation.passed is True
+    assert record["drafter"]["all"]["num_prompts"] == 3
+    assert capsys.readouterr().out.splitlines()[-1].startswith("PASSED: acceptance length 1.0")
+
+
+def test_command_says_when_there_is_no_drafter(run):
+    with pytest.raises(InputError, match=r"no drafter at .*Run train first"):
+        command.main(run)
+
+
+def test_command_refuses_the_drafter_of_another_target(run):
+    drafter = random_drafter()
+    drafter.config = dataclasses.replace(drafter.config, num_target_layers=7)
+    save(drafter, run.drafter_path)
+    with pytest.raises(InputError, match="trained for a target of"):
+        command.main(run)
