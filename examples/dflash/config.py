@@ -55,6 +55,8 @@ class Config:
     """Recompute the drafter's layers in backward: less memory, about a third more work."""
     ring_depth: int = 2
     """Slots of each ring between threads."""
+    cache_features: float = 0.0
+    """GiB of host memory in which a target thread keeps features of documents for later epochs; 0: none."""
 
     # shapes, fixed for the whole run
     token_budget: int = 8192
@@ -172,7 +174,7 @@ def _validate(config: Config) -> None:
         require(value is None or value >= 1, name, "at least 1, or left out")
     for name in ("loss_decay", "lr", "max_grad_norm"):
         require(getattr(config, name) > 0, name, "above 0")
-    for name in ("num_held_out", "weight_decay", "temperature", "min_acceptance", "seed"):
+    for name in ("num_held_out", "cache_features", "weight_decay", "temperature", "min_acceptance", "seed"):
         require(getattr(config, name) >= 0, name, "0 or more")
     require(config.block_size >= 2, "block_size", "at least 2: the anchor and one drafted token")
     require(0 <= config.warmup_ratio < 1, "warmup_ratio", "at least 0 and below 1")
@@ -196,6 +198,7 @@ PRESETS: dict[str, Config] = {
         drafters=("cpu",),
         dtype="float32",
         step="graph",
+        cache_features=1.0,
         token_budget=512,
         num_anchors=96,
         loss_chunk=768,

@@ -1,5 +1,6 @@
 """Where targets come from: the cache is used, what is fetched is verified, and failures say what to do."""
 
+import os
 import subprocess
 import zipfile
 
@@ -7,6 +8,8 @@ import pytest
 
 from examples.dflash import fetch
 from examples.dflash.config import InputError
+
+USERS_CACHE = os.environ.get(fetch.CACHE_VARIABLE)  # before the fixture hides it
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +98,7 @@ def test_verified_file_is_converted_and_appears_whole(cache, pip_gives, monkeypa
 
 @pytest.mark.slow
 def test_smollm2_answers_in_its_chat_format(monkeypatch):
-    monkeypatch.delenv(fetch.CACHE_VARIABLE)
+    monkeypatch.setenv(fetch.CACHE_VARIABLE, USERS_CACHE or "")
     path = fetch.cached_smollm2()
     if path is None:
         pytest.skip("smollm2 is not in the cache")
