@@ -99,14 +99,12 @@ COMMANDS: dict[str, tuple[Callable[[Config], int], str]] = {
 def check_devices(devices: Sequence[str], option: str) -> None:
     """Raise InputError for a device that this machine lacks."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for device in devices:
-        if device.startswith("cuda") and torch.device(device).index is not None and torch.device(device).index >= count:
+    for device in map(torch.device, devices):
+        if device.type == "cuda" and (device.index or 0) >= count:
             raise InputError(
                 f"{option} names {device}, and torch sees {count} CUDA devices here. Name others, such as {option} cpu, "
                 f"or take --preset demo."
             )
-        if device == "cuda" and count == 0:
-            raise InputError(f"{option} names cuda, and torch sees no CUDA device here. Take {option} cpu.")
 
 
 def usage() -> str:
