@@ -102,8 +102,8 @@ def check_devices(devices: Sequence[str], option: str) -> None:
     for device in map(torch.device, devices):
         if device.type == "cuda" and (device.index or 0) >= count:
             raise InputError(
-                f"{option} names {device}, and torch sees {count} CUDA devices here. Name others, such as {option} cpu, "
-                f"or take --preset demo."
+                f"{option} names {device}, and torch sees {count} CUDA devices here. Name others, such as "
+                f"{option} cpu, or take --preset demo."
             )
 
 
