@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from .attention import AttentionMask, attend, cache_mask, num_rows
 
 if TYPE_CHECKING:
-    from .target import Target
+    from .target import Target, TargetShape
 
 INIT_STD = 0.02  # of every matrix, as in Qwen3
 
@@ -64,7 +64,7 @@ class DrafterConfig:
     @classmethod
     def from_target(
         cls,
-        target: Target,
+        target: Target | TargetShape,
         *,
         num_layers: int,
         block_size: int,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -82,37 +83,71 @@ def target_layer_ids(num_layers: int, num_features: int) -> tuple[int, ...]:
     return ids
 
 
+@dataclass(frozen=True)
+class TargetShape:
+    """What a drafter must know of its target, read from the target's configuration alone."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    vocab_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    mask_token_id: int | None
+
+    @classmethod
+    def of(cls, config: Any) -> TargetShape:
+        """Read a transformers configuration.
+
+        Raises:
+            ValueError: attention that packed documents cannot have, or no rope_theta.
+        """
+        config = config.get_text_config()
+        refuse_unpackable(config)
+        num_heads = config.num_attention_heads
+        return cls(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_layers=config.num_hidden_layers,
+            vocab_size=config.vocab_size,
+            num_heads=num_heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+            rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+            rope_theta=_rope_theta(config),
+            mask_token_id=_known_mask_token(config),
+        )
+
+
 class Target:
-    """A frozen causal language model on one device.
+    """A frozen causal language model on one device. Has the attributes of ``TargetShape`` too.
 
     Attributes:
         model: the transformers model, in eval mode.
         tokenizer: its tokenizer; None for a model made in memory.
         config: the model's configuration (of its text part).
+        shape: what a drafter must know.
         embed_tokens: its embedding module; lm_head_weight: [V, H], the head.
-        mask_token_id: a token that no text uses, where one is known.
         eos_token_ids: the tokens that end a text.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
+        self.shape = TargetShape.of(model.config)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
-        refuse_unpackable(self.config)
         model.set_attn_implementation(ATTENTION)
         self.decoder = model.get_decoder()
         self.embed_tokens: nn.Module = model.get_input_embeddings()
         self.lm_head_weight: Tensor = model.get_output_embeddings().weight
-        self.hidden_size: int = self.config.hidden_size
-        self.intermediate_size: int = self.config.intermediate_size
-        self.num_layers: int = self.config.num_hidden_layers
-        self.vocab_size: int = self.lm_head_weight.shape[0]
-        self.num_heads: int = self.config.num_attention_heads
-        self.num_kv_heads: int = getattr(self.config, "num_key_value_heads", None) or self.num_heads
-        self.head_dim: int = getattr(self.config, "head_dim", None) or self.hidden_size // self.num_heads
-        self.rms_norm_eps: float = getattr(self.config, "rms_norm_eps", 1e-6)
-        self.rope_theta = _rope_theta(self.config)
-        self.mask_token_id = _known_mask_token(self)
+        self.hidden_size, self.intermediate_size = self.shape.hidden_size, self.shape.intermediate_size
+        self.num_layers, self.vocab_size = self.shape.num_layers, self.shape.vocab_size
+        self.num_heads, self.num_kv_heads = self.shape.num_heads, self.shape.num_kv_heads
+        self.head_dim, self.mask_token_id = self.shape.head_dim, self.shape.mask_token_id
+        self.rms_norm_eps, self.rope_theta = self.shape.rms_norm_eps, self.shape.rope_theta
         self.eos_token_ids = _eos_token_ids(model)
         self._collecting = threading.local()
         for index, layer in enumerate(self.decoder.layers):
@@ -212,9 +247,9 @@ def _rope_theta(config: Any) -> float:
     return float(theta)
 
 
-def _known_mask_token(target: Target) -> int | None:
-    known = KNOWN_MASK_TOKENS.get((target.vocab_size, target.hidden_size, target.num_layers))
-    if known is None and target.config.model_type == "qwen3" and target.vocab_size == 151936:
+def _known_mask_token(config: Any) -> int | None:
+    known = KNOWN_MASK_TOKENS.get((config.vocab_size, config.hidden_size, config.num_hidden_layers))
+    if known is None and config.model_type == "qwen3" and config.vocab_size == 151936:
         return QWEN3_MASK_TOKEN
     return known
 

@@ -1,0 +1,154 @@
+"""One drafter's training step: masks, forward, loss, backward, clipping and optimizer as one ``graphsafe.TrainStep``.
+
+Guarantees:
+- Every shape is fixed by the configuration, and nothing in the step reads the device from the host.
+- What a step measured comes back as one tensor on the device (``metrics.Layout``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import graphsafe
+
+from .attention import AttentionMask, flex_mask, sdpa_mask
+from .config import Config, InputError
+from .drafter import Drafter
+from .loss import block_loss, labels_and_weights, mean_loss
+from .metrics import measure
+from .replicas import Replica
+
+INPUTS = ("features", "tokens", "document_ids", "positions", "loss_mask", "anchors", "anchor_valid")
+COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def is_compiled(config: Config, device: torch.device) -> bool:
+    """Whether the step's code runs through Inductor. ``graph`` on the CPU does not: there is no launch to save."""
+    return config.step == "compile" or (config.step == "graph" and device.type == "cuda")
+
+
+def mask_maker(config: Config, device: torch.device) -> Callable[[Tensor, Tensor, Tensor, int], AttentionMask]:
+    """The mask of the attention that the configuration chooses.
+
+    Raises:
+        InputError: flex_attention where torch cannot train it.
+    """
+    if config.attention == "flex" and device.type != "cuda":
+        raise InputError("--attention flex trains on CUDA alone; on the CPU use sdpa, or leave it at auto.")
+    if config.attention == "sdpa" or device.type != "cuda":
+        return sdpa_mask
+    return flex_mask
+
+
+def embed_blocks(embedding: Tensor, tokens: Tensor, anchors: Tensor, mask_token_id: int, block_size: int) -> Tensor:
+    """The blocks' inputs [A, B, H]: the anchor's token, then mask tokens.
+
+    Args:
+        embedding: [V, H], the target's; tokens: [T]; anchors: [A].
+    """
+    first = F.embedding(tokens[anchors], embedding)[:, None]
+    rest = embedding[mask_token_id].expand(len(anchors), block_size - 1, -1)
+    return torch.cat([first, rest], dim=1)
+
+
+class DrafterStep:
+    """A drafter, its optimizer and schedule: ``measurements = step(slot)`` trains on one batch.
+
+    Args:
+        drafter: on its device; trained in place.
+        embedding, head: [V, H], the target's, on the drafter's device in the compute dtype.
+        config: the run's.
+        num_steps: over which the learning rate goes down.
+        replica: this rank; its ``sum_gradients`` is called here.
+
+    Thread safety: one thread, inside a context of the device.
+    """
+
+    def __init__(
+        self, drafter: Drafter, embedding: Tensor, head: Tensor, config: Config, num_steps: int, replica: Replica
+    ) -> None:
+        device = head.device
+        self.drafter, self.device = drafter, device
+        compiled = is_compiled(config, device)
+        forward = graphsafe.compile(drafter, dynamic=False, fullgraph=True) if compiled else drafter
+        make_mask = mask_maker(config, device)
+        block_size, mask_token_id = drafter.config.block_size, drafter.config.mask_token_id
+
+        def loss_fn(
+            features: Tensor,
+            tokens: Tensor,
+            document_ids: Tensor,
+            positions: Tensor,
+            loss_mask: Tensor,
+            anchors: Tensor,
+            anchor_valid: Tensor,
+        ) -> tuple[Tensor, Tensor]:
+            labels, weights = labels_and_weights(
+                tokens, document_ids, loss_mask, anchors, anchor_valid, block_size=block_size, decay=config.loss_decay
+            )
+            blocks = embed_blocks(embedding, tokens, anchors, mask_token_id, block_size)
+            block_positions = positions[anchors][:, None] + torch.arange(block_size, device=device)
+            mask = make_mask(anchors, anchor_valid, document_ids, block_size)
+            hidden = forward(features, blocks, positions, block_positions, mask)
+            loss = block_loss(hidden, head, labels, weights, chunk=config.loss_chunk, compiled=compiled)
+            total = replica.sum(loss.weight)
+            return mean_loss(loss.weighted_sum, total), measure(loss, (document_ids >= 0).sum())
+
+        self.optimizer = make_optimizer(drafter, config)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: lr_share(step, num_steps, config.warmup_ratio)
+        )
+        replica.sum_gradients(drafter.parameters())
+        self._step = graphsafe.TrainStep(
+            loss_fn,
+            self.optimizer,
+            model=drafter,
+            mode="graph" if config.step == "graph" else "eager",
+            max_grad_norm=config.max_grad_norm,
+            outputs="alias",
+        )
+
+    def __call__(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Train on one batch. Returns what was measured; the next call may overwrite it.
+
+        Args:
+            batch: the tensors named ``INPUTS``, on the device; a ring's slot is read in place.
+        """
+        _, measurements = self._step(*(batch[name] for name in INPUTS))
+        self.scheduler.step()
+        return measurements
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The last step's gradient norm before clipping, on the device."""
+        return self._step.grad_norm
+
+
+def make_optimizer(drafter: Drafter, config: Config) -> torch.optim.AdamW:
+    """AdamW; weight decay for matrices only."""
+    matrices = [p for p in drafter.parameters() if p.dim() > 1]
+    others = [p for p in drafter.parameters() if p.dim() <= 1]
+    groups: Sequence[dict[str, object]] = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, fused=True)
+
+
+def lr_share(step: int, num_steps: int, warmup_ratio: float) -> float:
+    """The share of the peak learning rate at ``step`` (from 0): a linear rise, then a cosine down to 0."""
+    num_warmup = math.ceil(warmup_ratio * num_steps)
+    if step < num_warmup:
+        return (step + 1) / num_warmup
+    done = (step - num_warmup) / max(1, num_steps - num_warmup)
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
