@@ -78,14 +78,6 @@ def records(config):
     return [json.loads(line) for line in (config.out / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def test_train_lowers_the_loss_and_saves_the_drafter(tmp_path):
     config = configuration(tmp_path, max_steps=60, log_every=5, lr=1e-2)
     code, log = run(config)
@@ -228,4 +220,4 @@ def test_learning_rate_rises_then_falls_along_a_cosine():
     assert shares[4] == 1.0
     assert shares[52] == pytest.approx(0.5)
     assert shares[100] == pytest.approx(0.0, abs=1e-12)
-    assert all(a >= b for a, b in zip(shares[4:], shares[5:], strict=False))
+    assert shares[4:] == sorted(shares[4:], reverse=True)
