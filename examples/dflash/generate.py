@@ -1,7 +1,8 @@
 """regenerate: the target answers the prompts, and its answers are what the drafter learns.
 
 A target thread on each device of ``--targets`` takes batches of prompts of similar length from one queue; this thread
-writes what comes back.
+writes what comes back. On CPU there are as many threads as cores, and each computes alone: batches need no barrier
+between cores, which operators that are split over cores pay at every layer.
 
 Guarantees:
 - ``answers.jsonl`` appears whole, in the data's order. Finished batches are kept beside it (``.partial``), so an
@@ -19,7 +20,8 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +57,8 @@ def main(config: Config, *, say: Say = print) -> Path:
     if missing:
         say(f"regenerate: {len(missing)} of {len(keys)} prompts have no answer of this configuration yet.")
         directory = resolve_target(config.target, say=say)
-        targets = [load_target(directory, device, getattr(torch, config.dtype)) for device in config.targets]
+        dtype = getattr(torch, config.dtype)
+        targets = [load_target(directory, device, dtype) for device in dict.fromkeys(config.targets)]
         path.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("a", encoding="utf-8") as file:
             there.update(answer(targets, missing, config, file, say=say))
@@ -84,27 +87,51 @@ def answer(
     answered: queue.SimpleQueue[tuple[list[Prompt], list[list[int]]]] = queue.SimpleQueue()
     records: dict[str, Record] = {}
     began, num_tokens = time.perf_counter(), 0
-    with gs.WorkerGroup() as group:
-        for index, target in enumerate(targets):
-            name = f"target-{index}"
-            group.spawn(_work, target, batches, answered, config, group.stop, device=str(target.device), name=name)
-        num_left = len(starts)
-        while num_left and not group.stop.is_set():
-            try:
-                batch, answers = answered.get(timeout=_POLL_S)
-            except queue.Empty:
-                continue
-            num_left -= 1
-            for prompt, tokens in zip(batch, answers, strict=True):
-                record = _record(by_line[prompt.line], tokens, config, tokenizer)
-                records[record["key"]] = record
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
-                num_tokens += len(tokens)
-            file.flush()
-            os.fsync(file.fileno())
-            rate = num_tokens / (time.perf_counter() - began)
-            say(f"regenerate: {len(records)} of {len(prompts)} prompts answered, {rate:,.0f} tokens/s")
+
+    def keep(batch: list[Prompt], answers: list[list[int]]) -> None:
+        nonlocal num_tokens
+        for prompt, tokens in zip(batch, answers, strict=True):
+            record = _record(by_line[prompt.line], tokens, config, tokenizer)
+            records[record["key"]] = record
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            num_tokens += len(tokens)
+        file.flush()
+        os.fsync(file.fileno())
+        rate = num_tokens / (time.perf_counter() - began)
+        say(f"regenerate: {len(records)} of {len(prompts)} prompts answered, {rate:,.0f} tokens/s")
+
+    num_left = len(starts)
+    try:
+        with _threads(targets, num_left) as threads, gs.WorkerGroup() as group:
+            for index, target in enumerate(threads):
+                name = f"target-{index}"
+                group.spawn(_work, target, batches, answered, config, group.stop, device=target.device, name=name)
+            while num_left and not group.stop.is_set():
+                try:
+                    batch = answered.get(timeout=_POLL_S)
+                except queue.Empty:
+                    continue
+                keep(*batch)
+                num_left -= 1
+    finally:
+        while not answered.empty():  # what was finished before an error or Ctrl-C
+            keep(*answered.get())
     return records
+
+
+@contextmanager
+def _threads(targets: Sequence[Target], num_batches: int) -> Iterator[list[Target]]:
+    """The target of each thread. On CPU the cores are shared out among the threads meanwhile."""
+    if targets[0].device.type != "cpu":
+        yield list(targets)
+        return
+    num_cores = torch.get_num_threads()
+    num_threads = min(max(num_cores, len(targets)), num_batches)
+    torch.set_num_threads(max(1, num_cores // num_threads))  # threads that start later take it over
+    try:
+        yield [targets[index % len(targets)] for index in range(num_threads)]
+    finally:
+        torch.set_num_threads(num_cores)
 
 
 def write_records(path: Path, records: Sequence[Record]) -> None:

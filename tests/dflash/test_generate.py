@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+import torch
 
 from examples.dflash import generate
 from examples.dflash.config import InputError
@@ -35,18 +36,23 @@ def setup(tmp_path, monkeypatch):
     return config, loaded
 
 
-@pytest.mark.parametrize("targets", [("cpu",), ("cpu", "cpu", "cpu")])
-def test_answers_are_the_targets_own_in_the_datas_order(setup, targets):
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_answers_are_the_targets_own_in_the_datas_order(setup, num_threads):
     config, loaded = setup
-    config = dataclasses.replace(config, targets=targets)
-    path = generate.main(config, say=quiet)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        path = generate.main(config, say=quiet)
+        assert torch.get_num_threads() == num_threads
+    finally:
+        torch.set_num_threads(before)
     target = tiny_target()
     prompts = [render_prompt(c, config, CharTokenizer()).tokens for c in load_training_prompts(config)]
     records = [json.loads(line) for line in path.read_text().splitlines()]
     expected = [decode(target, [prompt], config.max_new_tokens).answers[0] for prompt in prompts]
     assert [record["answer_tokens"] for record in records] == expected
     assert [record["messages"][-1]["role"] for record in records] == ["assistant"] * 10
-    assert loaded == list(targets)
+    assert loaded == ["cpu"]
     assert not path.with_suffix(".partial").exists()
 
 
@@ -70,6 +76,7 @@ def test_another_configuration_makes_its_own_answers(setup):
 
 def test_interrupted_run_goes_on_where_it_stopped(setup, monkeypatch):
     config, _ = setup
+    config = dataclasses.replace(config, decode_batch=2)
     calls = []
 
     def failing(target, prompts, *args, **kwargs):
@@ -79,6 +86,7 @@ def test_interrupted_run_goes_on_where_it_stopped(setup, monkeypatch):
         return decode(target, prompts, *args, **kwargs)
 
     monkeypatch.setattr(generate, "decode", failing)
+    monkeypatch.setattr(generate.torch, "get_num_threads", lambda: 1)  # one thread, so that two batches come first
     with pytest.raises(ExceptionGroup) as caught:
         generate.main(config, say=quiet)
     assert caught.group_contains(RuntimeError, match="pulled the plug")
