@@ -33,7 +33,6 @@ class Loop:
         self,
         loss_fn: Callable[..., Any],
         control: OptimizerControl,
-        *,
         max_grad_norm: float | None,
         accumulate: int,
         scaler: torch.amp.GradScaler | None,

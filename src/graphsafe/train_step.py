@@ -116,14 +116,7 @@ class TrainStep:
         self._on_mismatch, self._outputs, self._set_to_none = on_mismatch, outputs, set_to_none
         self._control = OptimizerControl(optimizer, scaled=scaler is not None, strict=mode == "graph")
         self._device = self._control.device
-        self._loop = Loop(
-            loss_fn,
-            self._control,
-            max_grad_norm=max_grad_norm,
-            accumulate=accumulate,
-            scaler=scaler,
-            set_to_none=set_to_none,
-        )
+        self._loop = Loop(loss_fn, self._control, max_grad_norm, accumulate, scaler, set_to_none)
         self._roots = (loss_fn, model, optimizer, scaler)  # what a graph keeps alive
         self._modules = walk.modules(loss_fn, model)
         self._context: ThreadContext | None = None

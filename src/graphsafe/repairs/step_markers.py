@@ -14,6 +14,7 @@ Guarantees:
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import itertools
 import sys
@@ -59,7 +60,11 @@ def _counters(create: bool) -> _Counters | None:
     if not create:
         return None
     made = _Counters()
+    before = sys.getrefcount(made)
     torch._C._stash_obj_in_tls(_KEY, made)
+    if sys.getrefcount(made) == before:
+        # This torch (2.11) stores the object without a reference of its own, yet gives one back when the thread ends.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
     return made
 
 
