@@ -31,23 +31,49 @@ SDPA_BLOCKS_A_ROW = 32  # each row of blocks repeats the context's keys; more bl
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One artefact for all threads; a shape of its own for each caller, so dynamic shapes are off."""
     return graphsafe.compile(function, dynamic=False)
 
 
-def flex(queries: Tensor, keys: Tensor, values: Tensor, mask: BlockMask, scale: float | None = None) -> Tensor:
-    """flex_attention, compiled on its own unless the caller is being compiled. Heads may share keys and values."""
-    function = flex_attention
-    if queries.is_cuda and not torch.compiler.is_compiling():
-        function = _compiled(flex_attention)
-    shared = queries.shape[1] != keys.shape[1]
-    return function(queries, keys, values, block_mask=mask, scale=scale, enable_gqa=shared)
+def run_flex(
+    function: Callable[..., Any],
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: BlockMask,
+    scale: float | None = None,
+) -> Tensor:
+    """flex_attention, on CUDA compiled on its own unless the caller is being compiled. Heads may share keys and values.
+
+    Args:
+        function: the caller's own, which passes its arguments to flex_attention. (One for each use, here and below:
+            Dynamo lets a function have eight compiled forms, and every device needs one.)
+    """
+    run = _compiled(function) if queries.is_cuda and not torch.compiler.is_compiling() else function
+    return run(queries, keys, values, block_mask=mask, scale=scale, enable_gqa=queries.shape[1] != keys.shape[1])
 
 
-def block_mask(mask_mod: Callable[..., Tensor], num_queries: int, num_keys: int, device: torch.device) -> BlockMask:
-    """create_block_mask, compiled on CUDA: eager it holds the whole dense mask."""
-    create = _compiled(create_block_mask) if device.type == "cuda" else create_block_mask
-    return create(mask_mod, None, None, num_queries, num_keys, device=device)
+def make_block_mask(
+    function: Callable[..., Any],
+    mask_mod: Callable[..., Tensor],
+    num_queries: int,
+    num_keys: int,
+    device: torch.device,
+) -> BlockMask:
+    """create_block_mask, compiled on CUDA: eager it holds the whole dense mask.
+
+    Args:
+        function: the caller's own, which passes its arguments to create_block_mask.
+    """
+    make = _compiled(function) if device.type == "cuda" else function
+    return make(mask_mod, None, None, num_queries, num_keys, device=device)
+
+
+def _drafter_attention(*args: Any, **kwargs: Any) -> Any:
+    return flex_attention(*args, **kwargs)
+
+
+def _drafter_mask(*args: Any, **kwargs: Any) -> BlockMask:
+    return create_block_mask(*args, **kwargs)
 
 
 def _anchor_documents(anchors: Tensor, anchor_valid: Tensor, document_ids: Tensor) -> Tensor:
@@ -75,7 +101,7 @@ def flex_mask(anchors: Tensor, anchor_valid: Tensor, document_ids: Tensor, block
         own_slot = (key >= num_context) & ((key - num_context) // block_size == block)
         return in_context | own_slot
 
-    return block_mask(visible, num_slots, num_context + num_slots, document_ids.device)
+    return make_block_mask(_drafter_mask, visible, num_slots, num_context + num_slots, document_ids.device)
 
 
 def sdpa_mask(
@@ -130,7 +156,7 @@ def attend(queries: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, T
     rows = len(queries)
     keys, values = (torch.cat([a.expand(rows, -1, -1, -1), b], dim=2) for a, b in zip(context, own, strict=True))
     if isinstance(mask, BlockMask):
-        return flex(queries, keys, values, mask)
+        return run_flex(_drafter_attention, queries, keys, values, mask)
     groups = queries.shape[1] // keys.shape[1]
     keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
     return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)

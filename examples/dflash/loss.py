@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import graphsafe
@@ -113,14 +114,23 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor, chunk: int, compiled: bool
     ) -> tuple[Tensor, Tensor]:
         function = _compiled_chunk() if compiled else chunk_cross_entropy
+        num_positions, num_chunks = len(hidden), -(-len(hidden) // chunk)
+        size = -(-num_positions // num_chunks)  # chunks of one size, so that one compiled form serves all
+        padding = num_chunks * size - num_positions
+        hidden, labels, weights = (
+            F.pad(hidden, (0, 0, 0, padding)),
+            F.pad(labels, (0, padding)),
+            F.pad(weights, (0, padding)),
+        )
         loss = torch.zeros((), device=hidden.device)
         gradient = torch.empty_like(hidden)
         correct = torch.empty_like(labels, dtype=torch.bool)
-        for start in range(0, len(hidden), chunk):
-            part = slice(start, start + chunk)
+        for start in range(0, len(hidden), size):
+            part = slice(start, start + size)
             part_loss, gradient[part], correct[part] = function(hidden[part], head, labels[part], weights[part])
             loss = loss + part_loss
-        ctx.save_for_backward(gradient)
+        ctx.save_for_backward(gradient[:num_positions])
+        correct = correct[:num_positions]
         ctx.mark_non_differentiable(correct)
         return loss, correct
 
@@ -144,7 +154,7 @@ def block_loss(
     """
     slots = hidden[:, 1:].flatten(0, 1)
     weighted_sum, correct = _ChunkedCrossEntropy.apply(
-        slots, head, labels.flatten(), weights.flatten(), min(chunk, len(slots)), compiled
+        slots, head, labels.flatten(), weights.flatten(), chunk, compiled
     )
     with torch.no_grad():
         counted = weights > 0

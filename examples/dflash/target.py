@@ -23,18 +23,26 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from .attention import block_mask, flex
+from .attention import make_block_mask, run_flex
 
 ATTENTION = "packed_documents"
 
 # Tokens that no text holds and no training moved, by (vocabulary, hidden size, layers).
 KNOWN_MASK_TOKENS = {(49152, 576, 30): 16}  # SmolLM2-135M-Instruct: <empty_output>
 QWEN3_MASK_TOKEN = 151669  # the first row past the tokenizer in the padded embedding of 151,936 rows
+
+
+def _target_attention(*args: Any, **kwargs: Any) -> Any:
+    return flex_attention(*args, **kwargs)
+
+
+def _target_mask(*args: Any, **kwargs: Any) -> BlockMask:
+    return create_block_mask(*args, **kwargs)
 
 
 def packed_attention(
@@ -53,7 +61,7 @@ def packed_attention(
         attention_mask: a BlockMask; or int64 [1, 1, 1, documents], the documents' lengths, which sum to T.
     """
     if isinstance(attention_mask, BlockMask):
-        return flex(query, key, value, attention_mask, scale=scaling).transpose(1, 2), None
+        return run_flex(_target_attention, query, key, value, attention_mask, scaling).transpose(1, 2), None
     if attention_mask is None or attention_mask.dtype != torch.int64:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     groups = query.shape[1] // key.shape[1]
@@ -236,7 +244,7 @@ def _document_mask(document_ids: Tensor) -> BlockMask:
     def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (document_ids[query] == document_ids[key])
 
-    return block_mask(visible, len(document_ids), len(document_ids), document_ids.device)
+    return make_block_mask(_target_mask, visible, len(document_ids), len(document_ids), document_ids.device)
 
 
 def _rope_theta(config: Any) -> float:
