@@ -159,40 +159,44 @@ def test_ring_behaves_as_a_bounded_queue(actions: list[str], depth: int) -> None
 
 def test_ring_loses_and_repeats_nothing_between_many_threads() -> None:
     ring, num_items = make_ring(3), 100
-    left = threading.Semaphore(0)
+    done, failed = threading.Semaphore(0), set()
+
+    def produce(index: int) -> None:
+        for i in range(num_items):
+            put(ring, index * num_items + i)
+        done.release()
+
+    def consume() -> list[int]:
+        seen = []
+        while True:
+            try:
+                with ring.consume(20) as slot:
+                    value = int(slot["n"])
+                    if value % 7 == 0 and value not in failed:  # every seventh item fails once, and comes again
+                        failed.add(value)
+                        raise KeyError
+                    seen.append(value)
+            except KeyError:
+                continue
+            except RingClosed:
+                return seen
 
     def work(index: int) -> list[int]:
         if index < 3:
-            for i in range(num_items):
-                put(ring, index * num_items + i)
-            left.release()
-            return []
-        seen = []
-        if index == 3:  # one of the consumers closes the ring when all producers are done
-            for _ in range(num_items):
-                seen.append(get(ring))
-        try:
-            while True:
-                seen.append(get(ring))
-                if len(seen) % 7 == 0:
-                    with pytest.raises(KeyError), ring.consume(0.001) as slot:
-                        raise KeyError(int(slot["n"]))
-        except (RingClosed, TimeoutError):
-            return seen
+            produce(index)
+        elif index < 6:
+            return consume()
+        else:
+            for _ in range(3):
+                done.acquire()
+            ring.close()
+        return []
 
-    def close_when_done() -> None:
-        for _ in range(3):
-            left.acquire()
-        ring.close()
-
-    closer = threading.Thread(target=close_when_done, daemon=True)
-    closer.start()
-    seen = run_threads(6, work)
-    join_threads([closer])
-    everything = [value for values in seen for value in values]
+    everything = [value for values in run_threads(7, work) for value in values]
     assert sorted(everything) == list(range(3 * num_items))
     stats = ring.stats()
     assert stats.num_produced == stats.num_consumed == 3 * num_items and stats.num_free == 3 and stats.closed
+    assert stats.num_returned == len(failed) == len(range(0, 3 * num_items, 7))
 
 
 def test_ring_keeps_each_producers_order() -> None:
