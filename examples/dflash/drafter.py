@@ -350,7 +350,10 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
     """Write to a temporary file, flush it to the disk, and rename it over ``path``."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode  # what the user's umask says; safetensors would make it private
         write(temporary)
+        temporary.chmod(mode)
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -81,7 +81,8 @@ class FeatureSource:
         return row
 
     def _compute(self, batch: Mapping[str, Tensor]) -> Tensor:
-        tensors = (batch[name].to(self.target.device) for name in ("tokens", "document_ids", "positions"))
+        names, device = ("tokens", "document_ids", "positions"), self.target.device
+        tensors = (batch[name].to(device, non_blocking=True) for name in names)
         return self.target.features(*tensors, self.layer_ids)
 
     def _compute_missing(

@@ -46,6 +46,7 @@ class Replica:
         self.rank, self.size, self.device = rank, size, device
         self._group: Any = None
         self._hooks: list[Any] = []
+        self._aborted = False
         if size > 1:
             if device.type == "cuda":
                 self._group = dist.ProcessGroupNCCL(store, rank, size)
@@ -85,12 +86,15 @@ class Replica:
     def abort(self) -> None:
         """End collectives under way on a CUDA device. Any thread. (On the CPU ``close`` ends those of the others.)"""
         if self._group is not None and self.device.type == "cuda":
+            self._aborted = True
             self._group.abort()
 
     def close(self) -> None:
-        """Leave the group; others that wait for this rank get ReplicaLost. The rank's own thread."""
+        """Leave the group: others that wait for this rank get ReplicaLost. The rank's own thread, without graphs left."""
         for hook in self._hooks:
             hook.remove()
+        if self._group is not None and self.device.type == "cuda" and not self._aborted:
+            self._group.shutdown()
         self._hooks, self._group = [], None
 
     def _sum_into(self, gradients: Sequence[Tensor]) -> None:

@@ -17,9 +17,9 @@ from .config import Config, InputError
 from .drafter import Drafter
 from .plan import GIB, describe_needs, drafter_config, drafter_needs, read_shape, topology
 from .replicas import Replica
-from .step import COMPUTE_DTYPES, DrafterStep
+from .step import COMPUTE_DTYPES, NUM_WARMUP_STEPS, DrafterStep
 
-NUM_WARM_STEPS = 6  # warm-up and capture
+NUM_WARM_STEPS = NUM_WARMUP_STEPS + 3  # and the capture
 NUM_STEPS = 10
 DOCUMENT_TOKENS = 512
 GROWTH = 0.01  # of the peak: as much is no leak

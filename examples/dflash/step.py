@@ -24,6 +24,7 @@ from .metrics import measure
 from .replicas import Replica
 
 INPUTS = ("features", "tokens", "document_ids", "positions", "loss_mask", "anchors", "anchor_valid")
+NUM_WARMUP_STEPS = 3  # eager ones, before the step is captured
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -110,18 +111,27 @@ class DrafterStep:
             model=drafter,
             mode="graph" if config.step == "graph" else "eager",
             max_grad_norm=config.max_grad_norm,
-            outputs="alias",
+            num_warmup_iters=NUM_WARMUP_STEPS,
         )
+        self._num_calls = 0
+        self._captures = config.step == "graph" and device.type == "cuda"
 
     def __call__(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Train on one batch. Returns what was measured; the next call may overwrite it.
+        """Train on one batch. Returns what was measured.
 
         Args:
             batch: the tensors named ``INPUTS``, on the device; a ring's slot is read in place.
         """
+        if self._captures and self._num_calls == NUM_WARMUP_STEPS:
+            torch.cuda.empty_cache()  # what the eager steps leave cached goes back, for the graphs' pool
+        self._num_calls += 1
         _, measurements = self._step(*(batch[name] for name in INPUTS))
         self.scheduler.step()
         return measurements
+
+    def close(self) -> None:
+        """Drop the graphs. To be done before the replica leaves its group, whose communicator they use."""
+        self._step.reset()
 
     @property
     def lr(self) -> float:

@@ -204,6 +204,7 @@ def _drafter_body(run: Run, number: int, stack: ExitStack) -> None:
     run.pipeline.on_abort(replica.abort)
     model = Drafter(run.drafter, seed=config.seed, gradient_checkpointing=config.gradient_checkpointing).to(device)
     step = DrafterStep(model, *run.weights[device], config, run.num_steps, replica)
+    stack.callback(step.close)
     trainer = _Trainer(run, number, step, replica)
     run.pipeline.run_drafter(number, trainer)
     if not run.pipeline.failed.is_set():
@@ -231,7 +232,7 @@ class _Trainer:
         elif first:
             self.run.reporter.advance(self.num_steps)
         if first and config.save_every is not None and self.num_steps % config.save_every == 0:
-            drafters.save(self.step.drafter, config.drafter_path)
+            self.save()
         if first and self.compiles and self.num_steps == self.warm_after:
             torch.compiler.set_stance("fail_on_recompile")  # of all threads: each has compiled by now
 
@@ -240,6 +241,12 @@ class _Trainer:
         if self.num_steps % self.run.config.log_every != 0 and self.num_steps != 1:
             self.log()
         if self.number == 0:
+            self.save()
+
+    def save(self) -> None:
+        """Write the weights, unless another replica's end has spoilt the last step."""
+        graphsafe.current_context(self.step.device).synchronize()
+        if not self.run.pipeline.failed.is_set():
             drafters.save(self.step.drafter, self.run.config.drafter_path)
 
     def log(self) -> None:

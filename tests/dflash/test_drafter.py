@@ -193,6 +193,7 @@ def test_drafter_saved_and_loaded_is_the_same(tmp_path):
     state = drafter.state_dict()
     assert all(torch.equal(state[name], weight) for name, weight in loaded.state_dict().items())
     assert sorted(p.name for p in path.parent.iterdir()) == ["drafter.json", "drafter.safetensors"]
+    assert path.stat().st_mode == path.with_suffix(".json").stat().st_mode
     assert drafter_module.load(path, "cpu", torch.bfloat16).fc.weight.dtype == torch.bfloat16
 
 
