@@ -353,17 +353,17 @@ class BufferRing:
             return bool(queue) or self._closed
 
         start = time.monotonic()
-        report_s = 0.99 * timeout_s()  # so that this report comes instead of wait_for's, which knows no ring
+        report_s = timeout_s()
         try:
             while True:
                 left_s = report_s if timeout is None else max(0.0, timeout - (time.monotonic() - start))
                 with self._changed:
-                    if gate.wait_for(self._changed, ready, min(report_s, left_s), what):
+                    if self._changed.wait_for(ready, min(report_s, left_s)):
                         slot = self._pop(role)
                         assert slot is not None
                         return slot
                     state = self._describe()
-                if left_s < report_s:
+                if timeout is not None and left_s <= report_s:
                     raise TimeoutError(f"{role}() waited {timeout} s for {what}. {state}")
                 who, waited_s = threading.current_thread().name, time.monotonic() - start
                 logger.warning("Thread %r has waited %.0f s for %s. %s\n%s", who, waited_s, what, state, gate.report())
