@@ -222,6 +222,16 @@ def decode(
     return Decoded(answers, gaps.cpu(), tops.cpu(), num_calls)
 
 
+def merge_decoded(parts: Sequence[Decoded]) -> Decoded:
+    """Parts of a batch as one."""
+    return Decoded(
+        answers=[answer for part in parts for answer in part.answers],
+        gaps=torch.cat([part.gaps for part in parts]),
+        tops=torch.cat([part.tops for part in parts]),
+        num_calls=sum(part.num_calls for part in parts),
+    )
+
+
 def cut_at_end(tokens: list[int], eos_token_ids: Sequence[int]) -> list[int]:
     """The tokens up to and with the first end-of-text."""
     for index, token in enumerate(tokens):

@@ -11,9 +11,11 @@ near-tie, closer than 4 units in the last place of the best logit.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,13 +25,15 @@ from typing import Literal, TypeVar
 
 import torch
 
+import graphsafe as gs
+
 from .config import Config, InputError
 from .data import Prompt, load_held_out_prompts
-from .decode import Decoded, decode
+from .decode import Decoded, decode, merge_decoded
 from .drafter import Drafter, load
 from .fetch import resolve_target
 from .lookup import LookupDrafting
-from .speculate import Accept, Drafting, ModelDrafting, Speculated, accept_longest_prefix, speculate
+from .speculate import Accept, Drafting, ModelDrafting, Speculated, accept_longest_prefix, merge_speculated, speculate
 from .target import Target, load_target
 
 TIE_GAP = 1e-4
@@ -188,7 +192,7 @@ def main(config: Config) -> Evaluation:
     prompts = load_held_out_prompts(config, target.tokenizer)
     if not prompts:
         raise InputError("--num-held-out is 0, so there are no prompts to evaluate on.")
-    evaluation = evaluate(target, ModelDrafting(drafter, target), prompts, config, say=print)
+    evaluation = evaluate(target, lambda lane: ModelDrafting(drafter, lane), prompts, config, say=print)
     print(evaluation.report())
     print(evaluation.verdict())
     _write(config.out / "evaluation.json", evaluation.as_dict())
@@ -197,7 +201,7 @@ def main(config: Config) -> Evaluation:
 
 def evaluate(
     target: Target,
-    drafting: Drafting,
+    make_drafting: Callable[[Target], Drafting],
     prompts: Sequence[Prompt],
     config: Config,
     *,
@@ -208,7 +212,7 @@ def evaluate(
 
     Args:
         target: in ``config.dtype``.
-        drafting: the drafter.
+        make_drafting: the drafter for a target; called for each thread that decodes.
         prompts: of any number; ``config.decode_batch`` at a time.
         accept: the verifier's rule, see ``speculate``.
         say: told the progress.
@@ -217,25 +221,34 @@ def evaluate(
     alone: dict[int, list[int]] = {}
     alone_seconds = 0.0
     ordered = sorted(prompts, key=lambda prompt: len(prompt.tokens))
-    with _exact_float32():
+    count = config.max_new_tokens
+    with _exact_float32(), _lanes(target, min(len(ordered), config.decode_batch)) as lanes:
+        draftings = {id(lane): make_drafting(lane) for lane in lanes}
+        block_size = draftings[id(target)].block_size
+
+        def own(lane: Target, tokens: list[list[int]], stop: threading.Event) -> Decoded:
+            return decode(lane, tokens, count, stop=stop)
+
+        def drafted(lane: Target, tokens: list[list[int]], stop: threading.Event) -> Speculated:
+            return speculate(lane, draftings[id(lane)], tokens, count, accept=accept, stop=stop)
+
+        def looked_up(lane: Target, tokens: list[list[int]], stop: threading.Event) -> Speculated:
+            return speculate(lane, LookupDrafting(block_size), tokens, count, accept=accept, stop=stop)
+
         if target.device.type == "cuda":  # kernels are loaded at their first use, which is nobody's cost
             decode(target, [prompt.tokens for prompt in ordered[:2]], 2)
         for first in range(0, len(ordered), config.decode_batch):
             batch = ordered[first : first + config.decode_batch]
             tokens = [prompt.tokens for prompt in batch]
             say(f"evaluate: prompts {first + 1} to {first + len(batch)} of {len(ordered)}, the target alone ...")
-            own, seconds = _timed(lambda tokens=tokens: decode(target, tokens, config.max_new_tokens), target)
-            alone.update((prompt.line, answer) for prompt, answer in zip(batch, own.answers, strict=True))
+            parts, seconds = _timed(lanes, own, tokens)
+            reference = merge_decoded(parts)
+            alone.update((prompt.line, answer) for prompt, answer in zip(batch, reference.answers, strict=True))
             alone_seconds += seconds
-            for way, drafts in ((drafter, drafting), (lookup, LookupDrafting(drafting.block_size))):
+            for way, call in ((drafter, drafted), (lookup, looked_up)):
                 say(f"evaluate: the same with {way.name} ...")
-                done, seconds = _timed(
-                    lambda tokens=tokens, drafts=drafts: speculate(
-                        target, drafts, tokens, config.max_new_tokens, accept=accept
-                    ),
-                    target,
-                )
-                _record(way, batch, own, done, seconds, config.dtype)
+                pieces, seconds = _timed(lanes, call, tokens)
+                _record(way, batch, reference, merge_speculated(pieces), seconds, config.dtype)
     return Evaluation(drafter, lookup, alone, alone_seconds, config.min_acceptance, config.dtype)
 
 
@@ -293,12 +306,39 @@ def _load_drafter(config: Config, device: torch.device) -> Drafter:
         ) from exc
 
 
-def _timed(call: Callable[[], T], target: Target) -> tuple[T, float]:
-    start = time.perf_counter()
-    value = call()
-    if target.device.type == "cuda":
-        torch.cuda.current_stream(target.device).synchronize()
-    return value, time.perf_counter() - start
+def _timed(
+    lanes: Sequence[Target], call: Callable[[Target, list[list[int]], threading.Event], T], tokens: list[list[int]]
+) -> tuple[list[T], float]:
+    """``call`` for each lane's share of the prompts, in their order, and the seconds that all took."""
+    size = -(-len(tokens) // len(lanes))
+    shares = [tokens[start : start + size] for start in range(0, len(tokens), size)]
+    began = time.perf_counter()
+    with gs.WorkerGroup() as group:
+        workers = [
+            group.spawn(call, lane, share, group.stop, device=lane.device, name=f"decode-{index}")
+            for index, (lane, share) in enumerate(zip(lanes, shares, strict=False))
+        ]
+    values = [worker.result() for worker in workers]
+    if lanes[0].device.type == "cuda":
+        torch.cuda.current_stream(lanes[0].device).synchronize()
+    return values, time.perf_counter() - began
+
+
+@contextmanager
+def _lanes(target: Target, num_prompts: int) -> Iterator[list[Target]]:
+    """The target for each thread that decodes: one on a GPU, one for each core on CPU, all with the same weights."""
+    num_cores = torch.get_num_threads()
+    num_lanes = min(num_cores, num_prompts) if target.device.type == "cpu" else 1
+    weights = {id(tensor): tensor for tensor in (*target.model.parameters(), *target.model.buffers())}
+    # Modules of their own: the hooks that read features are registered on them.
+    twins = [Target(copy.deepcopy(target.model, dict(weights)), target.tokenizer) for _ in range(num_lanes - 1)]
+    for twin in twins:
+        twin.eos_token_ids = target.eos_token_ids
+    torch.set_num_threads(max(1, num_cores // num_lanes))  # threads that start later take it over
+    try:
+        yield [target, *twins]
+    finally:
+        torch.set_num_threads(num_cores)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -106,6 +107,15 @@ class Speculated:
     accepted: list[int]
 
 
+def merge_speculated(parts: Sequence[Speculated]) -> Speculated:
+    """Parts of a batch as one."""
+    return Speculated(
+        answers=[answer for part in parts for answer in part.answers],
+        num_rounds=[rounds for part in parts for rounds in part.num_rounds],
+        accepted=[sum(counts) for counts in zip(*(part.accepted for part in parts), strict=True)],
+    )
+
+
 @torch.inference_mode()
 def speculate(
     target: Target,
@@ -114,6 +124,7 @@ def speculate(
     max_new_tokens: int,
     *,
     accept: Accept = accept_longest_prefix,
+    stop: threading.Event | None = None,
 ) -> Speculated:
     """Answer a batch of prompts greedily, a drafted block a pass.
 
@@ -122,6 +133,7 @@ def speculate(
         prompts: token ids.
         max_new_tokens: longest answer.
         accept: how many drafts to accept; a test passes a wrong one.
+        stop: once set, the answers end where they are.
     """
     device, block_size = target.device, drafting.block_size
     tokens, lengths = pad_prompts(prompts, device)
@@ -142,7 +154,7 @@ def speculate(
             for row, prompt in enumerate(rows)
             if answers[prompt][-1] not in target.eos_token_ids and len(answers[prompt]) < max_new_tokens
         ]
-        if not open_rows:
+        if not open_rows or (stop is not None and stop.is_set()):
             return Speculated(answers, num_rounds, accepted)
         if len(open_rows) < len(rows):
             kept = torch.tensor(open_rows, device=device)

@@ -58,7 +58,7 @@ def accept_one_too_many(drafts, posterior):
 
 
 def test_drafter_that_knows_the_target_reaches_the_block_size():
-    evaluation = evaluate(counting_target(), CountingOracle(8), PROMPTS, CONFIG)
+    evaluation = evaluate(counting_target(), lambda lane: CountingOracle(8), PROMPTS, CONFIG)
     assert evaluation.acceptance == 8.0
     assert evaluation.passed
     assert evaluation.drafter.accepted == [0] * 8 + [3 * len(PROMPTS)]
@@ -67,7 +67,7 @@ def test_drafter_that_knows_the_target_reaches_the_block_size():
 @pytest.mark.parametrize("right", [0, 1, 3])
 def test_acceptance_counts_the_right_drafts_and_the_targets_own_token(right):
     config = dataclasses.replace(CONFIG, max_new_tokens=1 + 4 * (right + 1))
-    evaluation = evaluate(counting_target(), CountingOracle(8, right), PROMPTS, config)
+    evaluation = evaluate(counting_target(), lambda lane: CountingOracle(8, right), PROMPTS, config)
     assert evaluation.acceptance == right + 1
     assert evaluation.lossless
 
@@ -76,7 +76,9 @@ def test_acceptance_counts_the_right_drafts_and_the_targets_own_token(right):
 def test_random_drafter_accepts_next_to_nothing_and_is_lossless(dtype):
     target = tiny_target(dtype=getattr(torch, dtype))
     drafter = random_drafter().to(getattr(torch, dtype))
-    evaluation = evaluate(target, ModelDrafting(drafter, target), PROMPTS, dataclasses.replace(CONFIG, dtype=dtype))
+    evaluation = evaluate(
+        target, lambda lane: ModelDrafting(drafter, lane), PROMPTS, dataclasses.replace(CONFIG, dtype=dtype)
+    )
     assert 1.0 <= evaluation.acceptance < 1.3
     assert evaluation.lossless
 
@@ -86,7 +88,7 @@ def test_corrupted_drafter_stays_lossless():
     with torch.no_grad():
         drafter.layers[0].mlp.down_proj.weight.mul_(1e4)
         drafter.fc.weight[0].fill_(float("nan"))
-    evaluation = evaluate(target, ModelDrafting(drafter, target), PROMPTS, CONFIG)
+    evaluation = evaluate(target, lambda lane: ModelDrafting(drafter, lane), PROMPTS, CONFIG)
     assert evaluation.lossless
 
 
@@ -96,7 +98,7 @@ def test_corrupted_verifier_fails_the_check(accept, dtype):
     target = tiny_target(dtype=getattr(torch, dtype))
     drafter = random_drafter().to(getattr(torch, dtype))
     config = dataclasses.replace(CONFIG, dtype=dtype)
-    evaluation = evaluate(target, ModelDrafting(drafter, target), PROMPTS, config, accept=accept)
+    evaluation = evaluate(target, lambda lane: ModelDrafting(drafter, lane), PROMPTS, config, accept=accept)
     assert not evaluation.lossless
     assert not evaluation.passed
     assert "not lossless" in evaluation.verdict()
@@ -105,7 +107,7 @@ def test_corrupted_verifier_fails_the_check(accept, dtype):
 
 def test_low_acceptance_fails():
     config = dataclasses.replace(CONFIG, min_acceptance=2.5, max_new_tokens=17)
-    evaluation = evaluate(counting_target(), CountingOracle(8, 1), PROMPTS, config)
+    evaluation = evaluate(counting_target(), lambda lane: CountingOracle(8, 1), PROMPTS, config)
     assert evaluation.lossless
     assert not evaluation.passed
     assert "acceptance length 2.00 is below 2.50" in evaluation.verdict()
@@ -144,7 +146,9 @@ def test_lookup_is_right_on_an_answer_that_repeats_its_prompt():
 
 
 def test_looping_answers_are_left_out_of_the_second_score():
-    evaluation = evaluate(counting_target(vocabulary=10), CountingOracle(8, vocabulary=10), PROMPTS[:1], CONFIG)
+    evaluation = evaluate(
+        counting_target(vocabulary=10), lambda lane: CountingOracle(8, vocabulary=10), PROMPTS[:1], CONFIG
+    )
     assert loops(evaluation.alone[1])
     assert evaluation.score(evaluation.drafter, looping=False).num_prompts == 0
     assert not loops(list(range(100)))
