@@ -91,8 +91,7 @@ class Reporter:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._progress = Progress(
-            TextColumn("training"),
-            BarColumn(),
+            BarColumn(bar_width=14),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[text]}"),
@@ -117,13 +116,13 @@ class Reporter:
         self._file.write(json.dumps({"time": time.time(), **record}) + "\n")
         self._file.flush()
         text = (
-            f"loss {record['loss']:.3f}  acceptance {record['acceptance']:.2f}  {record['tokens_per_s']:.0f} tokens/s  "
-            f"drafter busy {record['drafter_busy']:.0%}"
+            f"loss {record['loss']:.3f}  acceptance {record['acceptance']:.2f}  {record['tokens_per_s']:.0f} tokens/s"
         )
         if self._progress is not None:
             self._progress.update(self._task, completed=record["step"], text=text)
         else:
-            print(f"step {record['step']}/{self._num_steps}  {text}", flush=True)
+            busy = f"drafter busy {record['drafter_busy']:.0%}"
+            print(f"step {record['step']}/{self._num_steps}  {text}  {busy}", flush=True)
         if self._writer is not None:
             for name, value in record.items():
                 if isinstance(value, int | float) and name != "step":

@@ -90,7 +90,7 @@ class Replica:
             self._group.abort()
 
     def close(self) -> None:
-        """Leave the group: others that wait for this rank get ReplicaLost. The rank's own thread, without graphs left."""
+        """Leave the group: others that wait for this rank get ReplicaLost. The rank's own thread, its graphs gone."""
         for hook in self._hooks:
             hook.remove()
         if self._group is not None and self.device.type == "cuda" and not self._aborted:
