@@ -11,7 +11,9 @@ Guarantees:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import os
 import re
 import shutil
@@ -140,14 +142,10 @@ def _convert(gguf: Path, directory: Path) -> None:
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
-    try:
+    with contextlib.redirect_stderr(io.StringIO()):  # a bar that has no switch
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    finally:
-        logging.enable_progress_bar()
     config = model.config
     # The weights are dense now; a directory that says "quantized with gguf" would not load.
     if hasattr(config, "quantization_config"):

@@ -139,16 +139,14 @@ def test_lookup_drafts_what_followed_the_longest_suffix():
 
 
 def test_lookup_is_right_on_an_answer_that_repeats_its_prompt():
-    target = counting_target(vocabulary=10)
+    target = counting_target(10)
     done = speculate(target, LookupDrafting(4), [[*range(10), 0, 1]], 13)
     assert done.answers == [[(2 + number) % 10 for number in range(13)]]
     assert done.num_rounds == [3]
 
 
 def test_looping_answers_are_left_out_of_the_second_score():
-    evaluation = evaluate(
-        counting_target(vocabulary=10), lambda lane: CountingOracle(8, vocabulary=10), PROMPTS[:1], CONFIG
-    )
+    evaluation = evaluate(counting_target(10), lambda lane: CountingOracle(8, vocabulary=10), PROMPTS[:1], CONFIG)
     assert loops(evaluation.alone[1])
     assert evaluation.score(evaluation.drafter, looping=False).num_prompts == 0
     assert not loops(list(range(100)))

@@ -68,8 +68,9 @@ def tiny_run(directory: Path, lines: list[object], **options: object) -> Config:
     return dataclasses.replace(PRESETS["demo"], **settings)
 
 
-def counting_target(vocabulary: int = 61) -> Target:
-    """A Llama that says v + 1 after v, mod the vocabulary: its layers add nothing, its head is shifted by one."""
+def counting_target(modulus: int = 61, vocabulary: int | None = None) -> Target:
+    """A Llama that says (v + 1) mod ``modulus`` after v: its layers add nothing, its head is shifted by one."""
+    vocabulary = vocabulary or modulus
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=64,
@@ -83,10 +84,12 @@ def counting_target(vocabulary: int = 61) -> Target:
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
+    tokens = torch.arange(modulus)
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
         model.model.embed_tokens.weight.copy_(torch.eye(64)[:vocabulary])
-        model.lm_head.weight.copy_(torch.eye(64)[:vocabulary].roll(1, 0))
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[(tokens + 1) % modulus] = torch.eye(64)[tokens]
     return Target(model, CharTokenizer())
