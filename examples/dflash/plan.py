@@ -17,7 +17,7 @@ from .drafter import Drafter, DrafterConfig
 from .fetch import resolve_target
 from .pipeline import Topology
 from .replicas import check_replica_devices
-from .step import COMPUTE_DTYPES, mask_maker
+from .step import COMPUTE_DTYPES, is_compiled, mask_maker
 from .target import TargetShape
 
 GIB = 2**30
@@ -176,13 +176,19 @@ def describe_needs(device: torch.device, needs: Sequence[Need]) -> str:
     return "\n".join(lines)
 
 
+def _describe_step(config: Config, device: torch.device) -> str:
+    compiled = "compiled" if is_compiled(config, device) else "eager"
+    if config.step != "graph":
+        return compiled
+    return f"{compiled}, captured whole" if device.type == "cuda" else f"{compiled}, checked as a capture would"
+
+
 def plan(config: Config) -> int:
     """The command. Returns its exit code."""
     devices = topology(config)
     shape, parameters = read_shape(config)
     drafter = drafter_config(config, shape)
     slots = config.num_anchors * config.block_size
-    step = {"graph": "compiled and captured whole", "compile": "compiled", "eager": "eager"}[config.step]
     print(f"target   {config.target}: {parameters / 1e6:.0f} M parameters, {config.dtype}")
     print(f"drafter  {num_parameters(drafter) / 1e6:.1f} M parameters, {drafter.num_layers} layers, float32 weights")
     print(f"features of layers {', '.join(map(str, drafter.target_layer_ids))}, mask token {drafter.mask_token_id}")
@@ -191,7 +197,7 @@ def plan(config: Config) -> int:
         fed = ", ".join(str(d) for t, d in devices.pairs() if t == number)
         print(f"  -> target {number} on {device} -> drafters {fed}")
     for number, device in enumerate(devices.drafters):
-        print(f"     drafter {number} on {device}: step {step}")
+        print(f"     drafter {number} on {device}: step {_describe_step(config, device)}")
     print(
         f"\na batch: {config.token_budget} tokens, {config.num_anchors} blocks of {config.block_size} = {slots} slots"
     )
