@@ -190,7 +190,7 @@ def _quiet_transformers() -> None:
     """Our own lines say what goes on; bars of every loaded file would drown them."""
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":

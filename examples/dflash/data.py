@@ -103,7 +103,8 @@ def read_conversations(path: Path, *, say: Say = print) -> list[Conversation]:
     Raises:
         InputError: there is no such file, it is empty, or too many of its lines cannot be used.
     """
-    conversations, skipped, num_lines = [], SkippedLines(path), 0
+    conversations: list[Conversation] = []
+    skipped, num_lines = SkippedLines(path), 0
     for number, line in _lines(path):
         num_lines += 1
         try:
@@ -158,6 +159,8 @@ def load_training_documents(config: Config, tokenizer: Any, mask_token_id: int, 
         else:
             try:
                 segments = _segments(conversation.messages, tokenizer)
+            except InputError:
+                raise
             except ValueError as exc:
                 skipped.add(conversation.line, str(exc))
                 continue
@@ -217,11 +220,12 @@ def render(messages: Sequence[dict[str, str]], tokenizer: Any, *, add_generation
     from jinja2 import TemplateError
 
     try:
-        return tokenizer.apply_chat_template(
+        text: str = tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
         )
     except TemplateError as exc:
         raise ValueError(f"the chat template refuses it: {exc}") from exc
+    return text
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
