@@ -77,7 +77,7 @@ def test_missing_file_is_named(tmp_path):
 
 def test_target_without_chat_template_is_refused(tmp_path):
     config = tiny_run(tmp_path, good(3), regenerate=False)
-    with pytest.raises(InputError, match="^The target has no chat template"):
+    with pytest.raises(InputError, match=r"^The target has no chat template"):
         documents_of(config, CharTokenizer(chat_template=None))
 
 
