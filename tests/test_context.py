@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -165,3 +167,35 @@ def test_stats_show_contexts_by_name_also_after_their_end() -> None:
 def test_context_nested_in_a_capture_is_an_error() -> None:
     with gs.thread_context("cpu"), gs.capture(), pytest.raises(gs.GraphsafeError, match="inside a capture"):
         gs.thread_context("cpu").__enter__()
+
+
+def test_seeding_reaches_the_default_generator_while_another_thread_draws_from_its_own() -> None:
+    gs.install()
+    seated, seeded, release = threading.Event(), threading.Event(), threading.Event()
+    draws: list[torch.Tensor] = []
+
+    def worker() -> None:
+        with gs.current_context().eager():
+            draws.append(torch.rand(4))
+            seated.set()  # 1: its generator stands in for the default one
+            assert release.wait(20)
+            draws.append(torch.rand(4))
+
+    def seeder() -> None:
+        torch.manual_seed(1234)  # 2: has to wait
+        seeded.set()
+
+    with gs.thread_context("cpu", seed=7) as context, context.eager():
+        expected = [torch.rand(4), torch.rand(4)]
+    one = gs.spawn(worker, device="cpu", seed=7)
+    assert seated.wait(20)
+    other = threading.Thread(target=seeder, daemon=True)
+    other.start()
+    assert not seeded.wait(0.1)
+    release.set()  # 3: the worker draws on, then gives its seat back
+    one.result(20)
+    other.join(20)
+    assert all(torch.equal(a, b) for a, b in zip(draws, expected, strict=True))
+    found = torch.rand(4)
+    torch.manual_seed(1234)
+    assert torch.equal(found, torch.rand(4))

@@ -28,6 +28,7 @@ LAYERS = (
     "walk",
     "repairs",
     "deadlines",
+    "tasks",
     "gate",
     "compile_gate",
     "context",

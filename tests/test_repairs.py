@@ -12,7 +12,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     uninstall()
     monkeypatch.setattr(hooks, "compile_scope", _scope_spy([]))
     monkeypatch.setattr(hooks, "wait_for_captures", lambda index: None)
+    monkeypatch.setattr(hooks, "generator_scope", nullcontext)
     yield
     uninstall()
     if was_installed:
@@ -448,19 +449,26 @@ def test_synchronize_waits_for_nothing_before_cuda_is_used(monkeypatch: pytest.M
     assert synchronize.probe(torch.cuda)
 
 
-def test_seeding_waits_for_captures_and_seeds_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[int | None] = []
-    monkeypatch.setattr(hooks, "wait_for_captures", waits.append)
+def test_seeding_runs_in_the_generator_scope_and_seeds_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    scopes: list[str] = []
+
+    @contextmanager
+    def scope() -> Iterator[None]:
+        scopes.append("enter")
+        yield
+        scopes.append("leave")
+
+    monkeypatch.setattr(hooks, "generator_scope", scope)
     name_from_before, signature = torch.manual_seed, inspect.signature(torch.manual_seed)
     torch.manual_seed(5)
     expected = torch.rand(3)
-    assert waits == []
+    assert scopes == []
     install()
     for seed in (lambda: torch.manual_seed(5), lambda: name_from_before(seed=5), lambda: torch.random.manual_seed(5)):
         seed()
         assert torch.equal(torch.rand(3), expected)
-        assert waits
-        waits.clear()
+        assert scopes[0] == "enter" and scopes[-1] == "leave"
+        scopes.clear()
     for call in (
         torch.seed,
         torch.cuda.seed_all,
@@ -468,8 +476,8 @@ def test_seeding_waits_for_captures_and_seeds_as_before(monkeypatch: pytest.Monk
         lambda: torch.set_rng_state(torch.get_rng_state()),
     ):
         call()
-        assert set(waits) == {None}
-        waits.clear()
+        assert scopes[0] == "enter" and scopes[-1] == "leave"
+        scopes.clear()
     assert torch.manual_seed is name_from_before
     assert inspect.signature(torch.manual_seed) == signature
     assert torch.manual_seed.__name__ == "manual_seed"
@@ -477,13 +485,20 @@ def test_seeding_waits_for_captures_and_seeds_as_before(monkeypatch: pytest.Monk
         torch.manual_seed()  # type: ignore[call-arg]
 
 
-def test_seeding_waits_for_nothing_in_a_forked_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[int | None] = []
-    monkeypatch.setattr(hooks, "wait_for_captures", waits.append)
+def test_seeding_enters_no_scope_in_a_forked_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    scopes: list[str] = []
+
+    @contextmanager
+    def scope() -> Iterator[None]:
+        scopes.append("enter")
+        yield
+        scopes.append("leave")
+
+    monkeypatch.setattr(hooks, "generator_scope", scope)
     install()
     monkeypatch.setattr(os, "getpid", lambda: -1)
     torch.manual_seed(5)
-    assert waits == []
+    assert scopes == []
 
 
 # Installing

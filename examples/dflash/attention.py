@@ -6,7 +6,8 @@ do not exist yet), and its own slots in both directions. Nothing else: no other 
 Guarantees:
 - Masks are built on the device from tensors, with fixed shapes and no wait for the device; they can be captured.
 - A padded block sees its own slots, so no row is without a key and no NaN arises.
-- flex is block-sparse: the dense mask never exists, as ``create_block_mask`` is compiled. For CUDA; elsewhere it is
+- flex is block-sparse: the dense mask never exists, nor is it computed. What a query sees are intervals of keys, so the
+  tiles that flex_attention skips, masks or takes whole follow from the intervals' ends. For CUDA; elsewhere flex is
   eager, dense and without a backward, for tests. sdpa works everywhere and holds queries x (context + a share of the
   slots) booleans; the tests compare flex with it.
 """
@@ -14,16 +15,18 @@ Guarantees:
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import graphsafe
 
+TILE = 128  # queries and keys of a tile of flex_attention's mask
 AttentionMask = BlockMask | Tensor  # Tensor: bool [rows, 1, queries of a row, context + queries of a row]
 
 SDPA_BLOCKS_A_ROW = 32  # each row of blocks repeats the context's keys; more blocks a row see more masked slots
@@ -45,35 +48,91 @@ def run_flex(
     """flex_attention, on CUDA compiled on its own unless the caller is being compiled. Heads may share keys and values.
 
     Args:
-        function: the caller's own, which passes its arguments to flex_attention. (One for each use, here and below:
+        function: the caller's own, which passes its arguments to flex_attention. (One for each use:
             Dynamo lets a function have eight compiled forms, and every device needs one.)
     """
-    run = _compiled(function) if queries.is_cuda and not torch.compiler.is_compiling() else function
+    run = _compiled(function) if queries.is_cuda and not torch.compiler.is_dynamo_compiling() else function
     return run(queries, keys, values, block_mask=mask, scale=scale, enable_gqa=queries.shape[1] != keys.shape[1])
 
 
-def make_block_mask(
-    function: Callable[..., Any],
-    mask_mod: Callable[..., Tensor],
-    num_queries: int,
-    num_keys: int,
-    device: torch.device,
-) -> BlockMask:
-    """create_block_mask, compiled on CUDA: eager it holds the whole dense mask.
+@dataclass(frozen=True)
+class Intervals:
+    """Who sees whom, where each query sees intervals of keys: [start, end), empty where start >= end.
 
-    Args:
-        function: the caller's own, which passes its arguments to create_block_mask.
+    Attributes:
+        starts, ends: of each interval, one a group of queries: lists of [G] int64 on the device.
+        group: consecutive queries that see the same.
+        num_keys: how many keys there are.
     """
-    make = _compiled(function) if device.type == "cuda" else function
-    return make(mask_mod, None, None, num_queries, num_keys, device=device)
+
+    starts: tuple[Tensor, ...]
+    ends: tuple[Tensor, ...]
+    group: int
+    num_keys: int
+
+    def block_mask(self) -> BlockMask:
+        """The mask for flex_attention, without a look at any single pair of query and key.
+
+        A tile of queries and keys is computed where an interval of any of its queries touches it, and without a mask
+        where one interval of each of its queries covers it. That is what ``create_block_mask`` finds by evaluating all
+        pairs: its grid has queries x keys cells, this one groups x tiles of keys.
+        Sync: none; fixed shapes.
+        """
+        size, device = TILE, self.starts[0].device
+        starts, ends, group = self.starts, self.ends, self.group
+        if size % group != 0:  # a tile would cut a group in two
+            starts = tuple(start.repeat_interleave(group) for start in starts)
+            ends = tuple(end.repeat_interleave(group) for end in ends)
+            group = 1
+        num_queries = len(starts[0]) * group
+        first_key = torch.arange(0, self.num_keys, size, device=device)
+        after_key = first_key + size
+        touched = covered = torch.zeros((), dtype=torch.bool, device=device)
+        for start, end in zip(starts, ends, strict=True):
+            start, end = start[:, None], end[:, None]
+            touched = touched | ((start < after_key) & (end > first_key) & (start < end))
+            covered = covered | ((start <= first_key) & (end >= after_key))
+        groups_a_tile = size // group
+        missing = -len(touched) % groups_a_tile
+        # Queries that are not there touch nothing, and do not stand in the way of a tile that all others cover.
+        touched = F.pad(touched, (0, 0, 0, missing)).unflatten(0, (-1, groups_a_tile)).any(dim=1)
+        covered = F.pad(covered, (0, 0, 0, missing), value=True).unflatten(0, (-1, groups_a_tile)).all(dim=1)
+        return BlockMask.from_kv_blocks(
+            *_listed(touched & ~covered),
+            *_listed(covered),
+            BLOCK_SIZE=size,
+            mask_mod=self._mask_mod(),
+            seq_lengths=(num_queries, self.num_keys),
+        )
+
+    def _mask_mod(self) -> Callable[..., Tensor]:
+        starts, ends, group = self.starts, self.ends, self.group
+
+        def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            row = query // group
+            seen = (key >= starts[0][row]) & (key < ends[0][row])
+            for start, end in zip(starts[1:], ends[1:], strict=True):
+                seen = seen | ((key >= start[row]) & (key < end[row]))
+            return seen
+
+        return visible
+
+
+def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """Number [1, 1, rows] and places [1, 1, rows, columns] of the true tiles of each row, those first, int32."""
+    order = torch.argsort(tiles.to(torch.int8), dim=1, descending=True, stable=True)
+    return tiles.sum(dim=1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
+
+
+def document_starts(document_ids: Tensor) -> Tensor:
+    """Where the document of each token begins [T]. Documents are consecutive; padding counts as one."""
+    places = torch.arange(len(document_ids), device=document_ids.device)
+    begins = F.pad(document_ids[1:] != document_ids[:-1], (1, 0), value=True)
+    return torch.where(begins, places, 0).cummax(dim=0).values
 
 
 def _drafter_attention(*args: Any, **kwargs: Any) -> Any:
     return flex_attention(*args, **kwargs)
-
-
-def _drafter_mask(*args: Any, **kwargs: Any) -> BlockMask:
-    return create_block_mask(*args, **kwargs)
 
 
 def _anchor_documents(anchors: Tensor, anchor_valid: Tensor, document_ids: Tensor) -> Tensor:
@@ -92,16 +151,14 @@ def flex_mask(anchors: Tensor, anchor_valid: Tensor, document_ids: Tensor, block
         block_size: slots of a block.
     """
     num_context, num_slots = len(document_ids), len(anchors) * block_size
-    anchor_documents = _anchor_documents(anchors, anchor_valid, document_ids)
-
-    def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        block = query // block_size
-        context = key.clamp(max=num_context - 1)
-        in_context = (key < num_context) & (document_ids[context] == anchor_documents[block]) & (key < anchors[block])
-        own_slot = (key >= num_context) & ((key - num_context) // block_size == block)
-        return in_context | own_slot
-
-    return make_block_mask(_drafter_mask, visible, num_slots, num_context + num_slots, document_ids.device)
+    real = anchor_valid & (document_ids[anchors] >= 0)
+    first_slot = num_context + torch.arange(0, num_slots, block_size, device=document_ids.device)
+    return Intervals(
+        starts=(document_starts(document_ids)[anchors], first_slot),
+        ends=(torch.where(real, anchors, 0), first_slot + block_size),  # the context strictly before; the own slots
+        group=block_size,
+        num_keys=num_context + num_slots,
+    ).block_mask()
 
 
 def sdpa_mask(

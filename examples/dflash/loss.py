@@ -95,7 +95,7 @@ def chunk_cross_entropy(hidden: Tensor, head: Tensor, labels: Tensor, weights: T
     total = exps.sum(-1, keepdim=True)
     losses = (total.log() + highest - at_label).squeeze(1) * weights
     gradient = exps.mul_(weights[:, None] / total)  # (softmax - one-hot label) * weight
-    if torch.compiler.is_compiling():  # fuses with its neighbours; the scatter does not, but is quicker alone
+    if torch.compiler.is_dynamo_compiling():  # fuses with its neighbours; the scatter does not, but is quicker alone
         is_label = labels == torch.arange(len(head), device=head.device)
         gradient = torch.where(is_label, gradient - weights[:, None], gradient)
     else:

@@ -23,12 +23,12 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from .attention import make_block_mask, run_flex
+from .attention import Intervals, document_starts, run_flex
 
 ATTENTION = "packed_documents"
 
@@ -39,10 +39,6 @@ QWEN3_MASK_TOKEN = 151669  # the first row past the tokenizer in the padded embe
 
 def _target_attention(*args: Any, **kwargs: Any) -> Any:
     return flex_attention(*args, **kwargs)
-
-
-def _target_mask(*args: Any, **kwargs: Any) -> BlockMask:
-    return create_block_mask(*args, **kwargs)
 
 
 def packed_attention(
@@ -241,10 +237,8 @@ def refuse_unpackable(config: Any) -> None:
 
 
 def _document_mask(document_ids: Tensor) -> BlockMask:
-    def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (document_ids[query] == document_ids[key])
-
-    return make_block_mask(_target_mask, visible, len(document_ids), len(document_ids), document_ids.device)
+    places = torch.arange(len(document_ids), device=document_ids.device)
+    return Intervals((document_starts(document_ids),), (places + 1,), group=1, num_keys=len(places)).block_mask()
 
 
 def _rope_theta(config: Any) -> float:

@@ -188,6 +188,7 @@ class _Session:
         generator.set_offset(context.generator.get_offset())
         default = private.default_generator(context.device)
         saved = default.graphsafe_get_state()
+        torch.cuda.current_blas_handle()  # cuBLAS cannot make this thread's handle inside a capture
         private.clear_cublas_workspaces()
         torch.clear_autocast_cache()  # casts of weights belong into the graph
         raw = torch.cuda.CUDAGraph()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from . import gate
 from .deadlines import timeout_s
@@ -76,13 +76,23 @@ def _acquire(what: str) -> None:
         gate.logger.warning("Thread %r has waited %.0f s to compile %s.\n%s", who, waited, what, gate.report())
 
 
+@contextmanager
+def _generator_scope() -> Iterator[None]:
+    with ExitStack() as stack:
+        if not gate.holds_any():
+            for one in sorted(gate.all_gates(), key=lambda one: one.order):
+                stack.enter_context(one.seat(exclusive=False))
+        yield
+
+
 def _wait_for_captures(device_index: int | None) -> None:
     if gate.holds_any():  # a holder keeps captures out itself, and a capture must not wait for itself
         return
     for one in gate.all_gates():
-        if device_index in (None, one.device.index):
+        if one.device.type == "cuda" and device_index in (None, one.device.index):
             one.wait_for_capture()
 
 
 hooks.compile_scope = _compile_scope
 hooks.wait_for_captures = _wait_for_captures
+hooks.generator_scope = _generator_scope

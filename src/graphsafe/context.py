@@ -107,7 +107,7 @@ class ThreadContext:
     # life
 
     def __enter__(self) -> ThreadContext:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():  # is_compiling() is one flag for all threads
             raise GraphsafeError(
                 "A thread context was entered inside compiled code. Enter it outside, around the compiled call."
             )
@@ -255,7 +255,7 @@ class ThreadContext:
     def drawn(self) -> object:
         """A value that changes whenever a number is drawn while the context's generator is swapped in."""
         if self.device.type == "cpu":
-            return hash(private.default_generator(self.device).get_state().numpy().tobytes())
+            return bytes(private.default_generator(self.device).get_state().tolist())
         return (self.generator.initial_seed(), self.generator.get_offset())
 
     def reseed(self, seed: int) -> None:

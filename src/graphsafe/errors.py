@@ -181,6 +181,12 @@ class UnsupportedTorchError(GraphsafeError):
         )
 
 
+def require(right: bool, text: str) -> None:
+    """Raise GraphsafeError with ``text`` unless ``right``."""
+    if not right:
+        raise GraphsafeError(text)
+
+
 def _require_torch() -> None:
     found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if found < MINIMUM_TORCH:

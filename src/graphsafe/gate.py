@@ -28,6 +28,7 @@ import torch
 
 from .deadlines import timeout_s
 from .errors import CaptureError, GateTimeout, WrongThreadError
+from .tasks import current_task, task_name
 
 logger = logging.getLogger("graphsafe")
 
@@ -73,7 +74,7 @@ class Hold:
     counters: Counters = field(default_factory=Counters)
     ident: int = field(default_factory=threading.get_ident)
     thread_name: str = field(default_factory=lambda: threading.current_thread().name)
-    task: object = field(default_factory=lambda: _current_task())
+    task: object = field(default_factory=current_task)
     stack: list[Hold] = field(default_factory=lambda: _held())
     since: float = 0.0
     taken: bool = False
@@ -92,16 +93,6 @@ compiling: dict[int, float] = {}  # thread ident -> since when; written by that 
 
 def _held() -> list[Hold]:
     return _per_thread.held
-
-
-def _current_task() -> object:
-    asyncio = sys.modules.get("asyncio")
-    if asyncio is None:
-        return None
-    try:
-        return asyncio.current_task()
-    except RuntimeError:  # no event loop runs in this thread
-        return None
 
 
 class DeviceGate:
@@ -227,7 +218,7 @@ class Scope:
         stack = hold.stack
         here = next((held for held in stack if held.gate is hold.gate), None)
         if here is not None and here.task is not hold.task:
-            raise WrongThreadError(f"The seat on {hold.gate.device}", _task_name(here), _task_name(hold))
+            raise WrongThreadError(f"The seat on {hold.gate.device}", _owner(here), _owner(hold))
         if any(held.kind is Kind.CAPTURE for held in stack):  # inside one's own capture nothing waits
             if hold.kind is Kind.CAPTURE:
                 raise CaptureError(
@@ -263,24 +254,19 @@ class Scope:
             self._inline = False
             return
         hold = self._hold
-        stack, task, ident = hold.stack, _current_task(), threading.get_ident()
+        stack, task, ident = hold.stack, current_task(), threading.get_ident()
         if hold.taken:
             stack.remove(hold)
             hold.gate.give(hold)
         _take_all(self._set_aside, stack)
         self._set_aside = []
         if ident != hold.ident or task is not hold.task:
-            caller = threading.current_thread().name if ident != hold.ident else _name_of(task)
-            raise WrongThreadError(f"The seat on {hold.gate.device}", _task_name(hold), caller)
+            caller = threading.current_thread().name if ident != hold.ident else task_name(task)
+            raise WrongThreadError(f"The seat on {hold.gate.device}", _owner(hold), caller)
 
 
-def _name_of(task: object) -> str:
-    get_name = getattr(task, "get_name", None)
-    return "no task" if get_name is None else str(get_name())
-
-
-def _task_name(hold: Hold) -> str:
-    return hold.thread_name if hold.task is None else _name_of(hold.task)
+def _owner(hold: Hold) -> str:
+    return hold.thread_name if hold.task is None else task_name(hold.task)
 
 
 def _give_all(holds: list[Hold], stack: list[Hold] | None = None) -> list[Hold]:
@@ -351,7 +337,11 @@ def wait_for(condition: threading.Condition, predicate: Callable[[], bool], time
         if time.monotonic() >= next_report:
             next_report += interval
             waited, who = time.monotonic() - start, threading.current_thread().name
-            logger.warning("Thread %r has waited %.0f s for %s.\n%s", who, waited, what, report())
+            condition.release()  # a log handler may use the very object that is waited for
+            try:
+                logger.warning("Thread %r has waited %.0f s for %s.\n%s", who, waited, what, report())
+            finally:
+                condition.acquire()
     return True
 
 

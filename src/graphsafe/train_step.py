@@ -22,7 +22,7 @@ from . import gate, walk
 from .capture import Graph, capture_with_retries, checked_on_cpu
 from .compile_gate import CompileInCapture
 from .context import ThreadContext, active_contexts
-from .errors import GraphsafeError, GraphsafeWarning, NoContextError, ShapeMismatchError
+from .errors import GraphsafeWarning, NoContextError, ShapeMismatchError, require
 from .loop import Kind, Loop
 from .memory import Memory
 from .optimizers import OptimizerControl
@@ -110,7 +110,7 @@ class TrainStep:
             ("on_mismatch", on_mismatch, on_mismatch in ("capture", "eager", "error"), "'capture', 'eager' or 'error'"),
             ("outputs", outputs, outputs in ("copy", "alias"), "'copy' or 'alias'"),
         ):
-            _check(right, f"{name} is {value!r}; it is {rule}.")
+            require(right, f"{name} is {value!r}; it is {rule}.")
         self._optimizer, self._scaler, self._mode = optimizer, scaler, mode
         self._num_warmup_iters, self._max_graphs = num_warmup_iters, max_graphs
         self._on_mismatch, self._outputs, self._set_to_none = on_mismatch, outputs, set_to_none
@@ -206,10 +206,10 @@ class TrainStep:
             GraphsafeError: a part is missing or belongs to another model. Nothing was loaded.
         """
         missing = {"optimizer", "scaler", "gradients", "position", "num_steps", "generator"} - set(state)
-        _check(not missing, f"The state lacks {sorted(missing)}; it is what TrainStep.state_dict() returned.")
+        require(not missing, f"The state lacks {sorted(missing)}; it is what TrainStep.state_dict() returned.")
         parameters, gradients = self._control.parameters, state["gradients"]
         fits = gradients is None or len(gradients) == len(parameters)
-        _check(fits, "The state's gradients belong to a model with another number of parameters.")
+        require(fits, "The state's gradients belong to a model with another number of parameters.")
         self._optimizer.load_state_dict(state["optimizer"])
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
@@ -395,8 +395,3 @@ class TrainStep:
             plan.captured.clear()
         self._loop.static_gradients = {}
         self._control.prepare()
-
-
-def _check(right: bool, text: str) -> None:
-    if not right:
-        raise GraphsafeError(text)

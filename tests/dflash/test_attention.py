@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
-from examples.dflash.attention import attend, cache_mask, flex_mask, sdpa_mask
+from examples.dflash.attention import attend, cache_mask, document_starts, flex_mask, sdpa_mask
 
 from .models import packed_row
 
@@ -57,6 +58,45 @@ def test_flex_mask_says_who_sees_whom():
     queries, keys = torch.meshgrid(torch.arange(24), torch.arange(50), indexing="ij")
     zero = torch.zeros((), dtype=torch.int64)
     assert torch.equal(mask.mask_mod(zero, zero, queries, keys), dense(batch))
+
+
+@pytest.mark.parametrize(
+    ("documents", "num_tokens", "num_anchors", "block_size"),
+    [((200, 90, 300), 640, 48, 8), ((500,), 512, 16, 16), ((3, 2, 130), 300, 37, 10), ((), 256, 32, 8)],
+)
+def test_flex_mask_visits_the_tiles_that_hold_a_visible_pair(documents, num_tokens, num_anchors, block_size):
+    batch = packed_row(documents, num_tokens, num_anchors, block_size)
+    ours = flex_mask(batch["anchors"], batch["anchor_valid"], batch["document_ids"], block_size)
+    num_queries = num_anchors * block_size
+    theirs = create_block_mask(ours.mask_mod, None, None, num_queries, num_tokens + num_queries, device="cpu")
+
+    def tiles(numbers, places):
+        found = torch.zeros(places.shape[-2:], dtype=torch.bool)
+        for line, (number, row) in enumerate(zip(numbers[0, 0], places[0, 0], strict=True)):
+            found[line, row[:number]] = True
+        return found
+
+    partial = tiles(ours.kv_num_blocks, ours.kv_indices)
+    full = tiles(ours.full_kv_num_blocks, ours.full_kv_indices)
+    exact_partial = tiles(theirs.kv_num_blocks, theirs.kv_indices)
+    exact_full = tiles(theirs.full_kv_num_blocks, theirs.full_kv_indices)
+    assert not (partial & full).any()
+    assert torch.equal(partial | full, exact_partial | exact_full)
+    assert torch.equal(full, exact_full)
+    assert torch.equal(tiles(ours.q_num_blocks, ours.q_indices), partial.T)
+
+
+def test_flex_mask_of_a_row_of_padding_shows_each_block_itself():
+    batch = packed_row((), 256, 32, 8)
+    mask = flex_mask(batch["anchors"], batch["anchor_valid"], batch["document_ids"], 8)
+    queries, keys = torch.meshgrid(torch.arange(256), torch.arange(512), indexing="ij")
+    zero = torch.zeros((), dtype=torch.int64)
+    assert torch.equal(mask.mask_mod(zero, zero, queries, keys), keys - 256 == queries // 8 * 8 + (keys - 256) % 8)
+
+
+def test_document_starts_are_where_each_tokens_document_begins():
+    documents = torch.tensor([0, 0, 0, 1, 2, 2, -1, -1])
+    assert document_starts(documents).tolist() == [0, 0, 0, 3, 4, 4, 6, 6]
 
 
 def test_sdpa_mask_splits_evenly_whatever_the_number_of_anchors():

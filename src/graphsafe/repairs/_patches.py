@@ -13,7 +13,7 @@ import inspect
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,6 +102,18 @@ class Patches:
                 with without_dynamo():
                     before(*args, **kwargs)
                 return original(*args, **kwargs)
+
+            return call
+
+        self.body(function, make)
+
+    def during_call(self, function: object, scope: Callable[[], AbstractContextManager[None]]) -> None:
+        """Have ``function`` run inside ``scope()``, which is entered and left with Dynamo's frame evaluation off."""
+
+        def make(original: types.FunctionType) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                with without_dynamo(), scope():
+                    return original(*args, **kwargs)
 
             return call
 

@@ -27,9 +27,12 @@ class Hooks:
             and raises where the thread is capturing.
         wait_for_captures: returns once no other thread captures on the CUDA device with that index (None: on any);
             at once for a thread that holds a seat or captures itself.
+        generator_scope: entered around every seeding, setting and reading of the default generators; while it lasts, no
+            other thread's generator stands in for them. For a thread that holds a seat or captures it does nothing.
     """
 
     def __init__(self) -> None:
+        self.generator_scope: Callable[[], AbstractContextManager[None]] = nullcontext
         self.compile_scope: Callable[[str], AbstractContextManager[None]] = _no_scope
         self.wait_for_captures: Callable[[int | None], None] = _no_wait
 

@@ -1,17 +1,19 @@
 """B18: seeding in one thread during another's capture seeds the capture's own state, and the caller's seed is lost.
 
-A capture swaps the default generator's state for the graph's. Whoever seeds, sets or reads the default generator
-meanwhile reaches the wrong state. That includes Dynamo, which saves and puts back the RNG state around each compile.
+A capture, and an eager step that draws, swap the default generator's state for their own. Whoever seeds, sets or reads
+the default generator meanwhile reaches the wrong state. That includes Dynamo, which saves and puts back the RNG state
+around each compile.
 
-The repair has each of these functions wait for running captures first. A thread that holds a seat, or captures itself,
-does not wait.
+The repair has each of these functions run in a scope in which no other thread's generator stands in for the default
+one. A thread that holds a seat, or captures itself, reaches its own and does not wait.
 """
 
 from __future__ import annotations
 
 import os
 import types
-from typing import Any, Final
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final
 
 from ._patches import Evidence, Patches
 from .hooks import hooks
@@ -38,13 +40,13 @@ def probe(module: types.ModuleType) -> bool:
 
 
 def repair(module: types.ModuleType) -> None:
-    """Have each function of ``module`` wait first."""
+    """Have each function of ``module`` run where the default generator is the default one."""
     process = os.getpid()
 
-    def wait(*args: Any, **kwargs: Any) -> None:
-        if os.getpid() == process:  # a forked child, such as a data loader's worker, has none of our threads
-            hooks.wait_for_captures(None)
+    def scope() -> AbstractContextManager[None]:
+        # A forked child, such as a data loader's worker, has none of our threads.
+        return hooks.generator_scope() if os.getpid() == process else nullcontext()
 
     for name in FUNCTIONS[module.__name__]:
         if hasattr(module, name):
-            _patches.before_call(getattr(module, name), wait)
+            _patches.during_call(getattr(module, name), scope)
