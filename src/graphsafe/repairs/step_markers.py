@@ -2,8 +2,9 @@
 
 What users see: another thread's step ends mine, so that outputs are overwritten early, or steps never end.
 Cause: ``MarkStepBox.mark_step_counter`` and ``GenerationTracker.generation`` are one for the process, and unlocked.
-Repair: both attributes are kept for each thread, in torch's own thread-local store, which autograd carries to the
-device threads that run a thread's backward: forward and backward go on to see one counter.
+Repair: both attributes are kept for each thread. A backward that a context confines sees its thread's own; on a device
+thread of autograd's, which counts nothing itself, torch's rule stays: the last value that any thread counted. (Torch's
+thread-local store would carry them there, but what lies in it when the process ends can abort it.)
 
 Guarantees:
 - Importing this module, and marking, import neither torch._dynamo nor torch._inductor.
@@ -14,7 +15,6 @@ Guarantees:
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import itertools
 import sys
@@ -37,35 +37,31 @@ EVIDENCE: Final = Evidence(
     reports=(),
     versions="2.13, 2.14.1 and 2.15.0, measured",
 )
-_KEY = "graphsafe_step_counters"
-
 _lock = threading.Lock()  # guards the three below; taken under the registry's lock or alone
 _originals: dict[str, tuple[type, type]] = {}  # class name -> (torch's, ours)
 _hook: list[ImportHook] = []  # waits for torch's modules, once a mark came before them
 _generations = itertools.count(1)  # every generation of any thread is a number of its own
 
 
-class _Counters:
-    """What one thread, and autograd's threads on its behalf, have counted; None: nothing yet."""
+class _Counters(threading.local):
+    """What one thread has counted; None: nothing yet."""
 
     def __init__(self) -> None:
         self.mark: int | None = None
         self.generation: int | None = None
 
 
-def _counters(create: bool) -> _Counters | None:
-    if torch._C._is_key_in_tls(_KEY):
-        found: _Counters = torch._C._get_obj_in_tls(_KEY)
-        return found
-    if not create:
-        return None
-    made = _Counters()
-    before = sys.getrefcount(made)
-    torch._C._stash_obj_in_tls(_KEY, made)
-    if sys.getrefcount(made) == before:
-        # This torch (2.11) stores the object without a reference of its own, yet gives one back when the thread ends.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
-    return made
+_counters = _Counters()
+_latest: dict[str, int] = {}  # the last value that any Python thread counted
+
+
+def _value(mine: int | None, name: str, base: int) -> int:
+    """The calling thread's value; in a device thread of autograd, which counts nothing itself, the last one counted."""
+    if mine is not None:
+        return mine
+    ident = threading.get_ident()
+    started_by_python = any(thread.ident == ident for thread in threading.enumerate())
+    return base if started_by_python else _latest.get(name, base)
 
 
 def _make_box(original: type) -> type:
@@ -74,14 +70,11 @@ def _make_box(original: type) -> type:
     class PerThreadMark(type):
         @property
         def mark_step_counter(cls) -> int:
-            counters = _counters(create=False)
-            return base if counters is None or counters.mark is None else counters.mark
+            return _value(_counters.mark, "mark", base)
 
         @mark_step_counter.setter
         def mark_step_counter(cls, value: int) -> None:
-            counters = _counters(create=True)
-            assert counters is not None
-            counters.mark = value
+            _counters.mark = _latest["mark"] = value
 
     return PerThreadMark(original.__name__, (original,), {"__module__": original.__module__})
 
@@ -92,15 +85,12 @@ def _make_tracker(original: type) -> type:
     class PerThreadGeneration(type):
         @property
         def generation(cls) -> int:
-            counters = _counters(create=False)
-            return base if counters is None or counters.generation is None else counters.generation
+            return _value(_counters.generation, "generation", base)
 
         @generation.setter
         def generation(cls, value: int) -> None:
-            counters = _counters(create=True)
-            assert counters is not None
             # Modules are tagged with a generation, so two threads must never have the same one by accident.
-            counters.generation = next(_generations) if value else 0
+            _counters.generation = _latest["generation"] = next(_generations) if value else 0
 
     return PerThreadGeneration(original.__name__, (original,), {"__module__": original.__module__})
 
@@ -174,9 +164,7 @@ def mark_step_begin() -> None:
             if not _hook:
                 _hook.append(ImportHook(frozenset(MODULES), _imported))
                 sys.meta_path.insert(0, _hook[0])
-    counters = _counters(create=True)
-    assert counters is not None
-    counters.mark = (counters.mark or 0) - 1
+    _counters.mark = (_counters.mark or 0) - 1
 
 
 def _imported(module: types.ModuleType) -> None:
