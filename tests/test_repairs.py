@@ -37,8 +37,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     was_installed = bool(installed())
     uninstall()
     monkeypatch.setattr(hooks, "compile_scope", _scope_spy([]))
-    monkeypatch.setattr(hooks, "wait_for_captures", lambda index: None)
-    monkeypatch.setattr(hooks, "generator_scope", nullcontext)
+    monkeypatch.setattr(hooks, "seat_scope", nullcontext)
     yield
     uninstall()
     if was_installed:
@@ -411,12 +410,12 @@ def test_a_lazy_backward_inside_partly_compiled_code_compiles_none_of_graphsafe(
     assert not [what for _, what in log if "graphsafe/" in what]
 
 
-# B9 and B18: waiting for captures
+# B9 and B18: beside no capture
 
 
-def test_synchronize_waits_for_captures_of_its_device_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_synchronize_runs_on_a_seat_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[int | None] = []
-    monkeypatch.setattr(hooks, "wait_for_captures", waits.append)
+    monkeypatch.setattr(hooks, "seat_scope", lambda index: nullcontext(waits.append(index)))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 7)
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
@@ -437,9 +436,9 @@ def test_synchronize_waits_for_captures_of_its_device_first(monkeypatch: pytest.
         assert waits.pop() == index
 
 
-def test_synchronize_waits_for_nothing_before_cuda_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_synchronize_takes_no_seat_before_cuda_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[int | None] = []
-    monkeypatch.setattr(hooks, "wait_for_captures", waits.append)
+    monkeypatch.setattr(hooks, "seat_scope", lambda index: nullcontext(waits.append(index)))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: (_ for _ in ()).throw(KeyError()))
     install()
@@ -449,16 +448,17 @@ def test_synchronize_waits_for_nothing_before_cuda_is_used(monkeypatch: pytest.M
     assert synchronize.probe(torch.cuda)
 
 
-def test_seeding_runs_in_the_generator_scope_and_seeds_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeding_runs_on_seats_and_seeds_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     scopes: list[str] = []
 
     @contextmanager
-    def scope() -> Iterator[None]:
+    def scope(index: int | None) -> Iterator[None]:
+        assert index is None
         scopes.append("enter")
         yield
         scopes.append("leave")
 
-    monkeypatch.setattr(hooks, "generator_scope", scope)
+    monkeypatch.setattr(hooks, "seat_scope", scope)
     name_from_before, signature = torch.manual_seed, inspect.signature(torch.manual_seed)
     torch.manual_seed(5)
     expected = torch.rand(3)
@@ -489,12 +489,13 @@ def test_seeding_enters_no_scope_in_a_forked_child(monkeypatch: pytest.MonkeyPat
     scopes: list[str] = []
 
     @contextmanager
-    def scope() -> Iterator[None]:
+    def scope(index: int | None) -> Iterator[None]:
+        assert index is None
         scopes.append("enter")
         yield
         scopes.append("leave")
 
-    monkeypatch.setattr(hooks, "generator_scope", scope)
+    monkeypatch.setattr(hooks, "seat_scope", scope)
     install()
     monkeypatch.setattr(os, "getpid", lambda: -1)
     torch.manual_seed(5)

@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+import torch
+
 from . import gate
 from .deadlines import timeout_s
 from .errors import CaptureError, GateTimeout
@@ -77,22 +79,14 @@ def _acquire(what: str) -> None:
 
 
 @contextmanager
-def _generator_scope() -> Iterator[None]:
+def _seat_scope(device_index: int | None) -> Iterator[None]:
     with ExitStack() as stack:
-        if not gate.holds_any():
+        if not gate.holds_any():  # a holder keeps captures out itself, and a capture must not wait for itself
             for one in sorted(gate.all_gates(), key=lambda one: one.order):
-                stack.enter_context(one.seat(exclusive=False))
+                if device_index is None or one.device == torch.device("cuda", device_index):
+                    stack.enter_context(one.seat(exclusive=False))
         yield
 
 
-def _wait_for_captures(device_index: int | None) -> None:
-    if gate.holds_any():  # a holder keeps captures out itself, and a capture must not wait for itself
-        return
-    for one in gate.all_gates():
-        if one.device.type == "cuda" and device_index in (None, one.device.index):
-            one.wait_for_capture()
-
-
 hooks.compile_scope = _compile_scope
-hooks.wait_for_captures = _wait_for_captures
-hooks.generator_scope = _generator_scope
+hooks.seat_scope = _seat_scope

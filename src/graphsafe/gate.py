@@ -129,22 +129,6 @@ class DeviceGate:
         """A scope that is alone on the device; all the thread's seats are given back for its length."""
         return Scope(Hold(self, Kind.CAPTURE, on_take, on_give, counters or Counters()))
 
-    def capturing_elsewhere(self) -> bool:
-        """Whether another thread captures here just now."""
-        me = threading.get_ident()
-        return any(hold.kind is Kind.CAPTURE and hold.ident != me for hold in list(self._holders))
-
-    def wait_for_capture(self) -> None:
-        """Return once no other thread captures here.
-
-        Raises:
-            GateTimeout: after the deadline.
-        """
-        if not self.capturing_elsewhere():
-            return
-        with self._changed:
-            self._wait(lambda: not self.capturing_elsewhere(), "waited for a running capture", Counters())
-
     def take(self, hold: Hold) -> None:
         with self._changed:
             # A capture goes ahead of all that are not captures; everything else queues at the end.

@@ -28,7 +28,7 @@ _seeding = threading.Lock()  # the default generator is one for all threads
 def net(seed: int, dropout: float = 0.1, width: int = 128) -> nn.Sequential:
     layers: list[nn.Module] = []
     with _seeding:
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # the CPU's alone: another thread may draw on the device
         for _ in range(3):
             layers += [nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(dropout)]
             layers += [nn.Linear(2 * width, width)]

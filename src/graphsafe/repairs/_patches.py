@@ -91,28 +91,15 @@ class Patches:
 
         self._undo.append(undo)
 
-    def before_call(self, function: object, before: Callable[..., None]) -> None:
-        """Have ``function`` call ``before`` with its own arguments first.
+    def during_call(self, function: object, scope: Callable[..., AbstractContextManager[None]]) -> None:
+        """Have ``function`` run inside ``scope`` of its arguments, with Dynamo's frame evaluation off.
 
-        ``before`` runs with Dynamo's frame evaluation off: a call from partly compiled code compiles none of it.
+        So a call from partly compiled code compiles none of it.
         """
 
         def make(original: types.FunctionType) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
-                with without_dynamo():
-                    before(*args, **kwargs)
-                return original(*args, **kwargs)
-
-            return call
-
-        self.body(function, make)
-
-    def during_call(self, function: object, scope: Callable[[], AbstractContextManager[None]]) -> None:
-        """Have ``function`` run inside ``scope()``, which is entered and left with Dynamo's frame evaluation off."""
-
-        def make(original: types.FunctionType) -> Callable[..., Any]:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                with without_dynamo(), scope():
+                with without_dynamo(), scope(*args, **kwargs):
                     return original(*args, **kwargs)
 
             return call

@@ -14,8 +14,8 @@ def _no_scope(what: str) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _no_wait(device_index: int | None) -> None:
-    return None
+def _no_seats(device_index: int | None) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class Hooks:
@@ -25,16 +25,14 @@ class Hooks:
         compile_scope: entered for the length of every compile in this thread (Dynamo's, and a lazy backward's); the
             argument names what is compiled. It gives the thread's seats back meanwhile, marks the thread as compiling,
             and raises where the thread is capturing.
-        wait_for_captures: returns once no other thread captures on the CUDA device with that index (None: on any);
-            at once for a thread that holds a seat or captures itself.
-        generator_scope: entered around every seeding, setting and reading of the default generators; while it lasts, no
-            other thread's generator stands in for them. For a thread that holds a seat or captures it does nothing.
+        seat_scope: entered around what may overlap no other thread's capture, and meet no other thread's generator:
+            a shared seat on the CUDA device with that index; None: on every device used so far, the CPU too. For a
+            thread that holds a seat or captures it does nothing.
     """
 
     def __init__(self) -> None:
-        self.generator_scope: Callable[[], AbstractContextManager[None]] = nullcontext
         self.compile_scope: Callable[[str], AbstractContextManager[None]] = _no_scope
-        self.wait_for_captures: Callable[[int | None], None] = _no_wait
+        self.seat_scope: Callable[[int | None], AbstractContextManager[None]] = _no_seats
 
 
 hooks = Hooks()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import types
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final
+from typing import Any, Final
 
 from ._patches import Evidence, Patches
 from .hooks import hooks
@@ -43,9 +43,9 @@ def repair(module: types.ModuleType) -> None:
     """Have each function of ``module`` run where the default generator is the default one."""
     process = os.getpid()
 
-    def scope() -> AbstractContextManager[None]:
+    def scope(*args: Any, **kwargs: Any) -> AbstractContextManager[None]:
         # A forked child, such as a data loader's worker, has none of our threads.
-        return hooks.generator_scope() if os.getpid() == process else nullcontext()
+        return hooks.seat_scope(None) if os.getpid() == process else nullcontext()
 
     for name in FUNCTIONS[module.__name__]:
         if hasattr(module, name):

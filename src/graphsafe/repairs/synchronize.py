@@ -1,7 +1,7 @@
 """B9: a device-wide synchronize in one thread breaks another thread's capture, in any capture mode.
 
-The repair has ``torch.cuda.synchronize`` and ``torch.accelerator.synchronize`` wait for running captures of that device
-first. A thread that holds a seat, or captures itself, does not wait.
+The repair has ``torch.cuda.synchronize`` and ``torch.accelerator.synchronize`` hold a shared seat on the device: they
+wait for a running capture, and a capture waits for them. A thread that holds a seat, or captures itself, does not wait.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -34,15 +35,16 @@ def probe(module: types.ModuleType) -> bool:
 
 
 def repair(module: types.ModuleType) -> None:
-    """Have ``module.synchronize`` wait first."""
+    """Have ``module.synchronize`` run beside no capture of its device."""
     process = os.getpid()
     is_initialized: Callable[[], bool] = torch.cuda.is_initialized
 
-    def wait(device: Any = None) -> None:
+    def scope(device: Any = None) -> AbstractContextManager[None]:
         if os.getpid() == process and is_initialized():  # a forked child has none of our threads
-            hooks.wait_for_captures(_device_index(device))
+            return hooks.seat_scope(_device_index(device))
+        return nullcontext()
 
-    _patches.before_call(module.synchronize, wait)
+    _patches.during_call(module.synchronize, scope)
 
 
 def _device_index(device: Any) -> int | None:
