@@ -16,6 +16,7 @@ Guarantees:
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -26,6 +27,12 @@ from torch import Tensor
 
 import graphsafe
 from graphsafe import BufferRing, RingClosed, Spec
+
+MAX_AHEAD = 3  # batches that a thread may be ahead of its device
+
+
+class PipelineEnded(RuntimeError):
+    """Another thread ended the pipeline."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,7 @@ class Pipeline:
         self.topology, self.rings, self.stop = rings.topology, rings, stop
         self.failed = threading.Event()
         self._aborts: list[Callable[[], None]] = []
+        self._ready = threading.Barrier(len(self.topology.targets) + len(self.topology.drafters))
         self._lock = threading.Lock()  # guards the list above; taken alone
 
     def on_abort(self, function: Callable[[], None]) -> None:
@@ -108,11 +116,24 @@ class Pipeline:
     def abort(self) -> None:
         """End everything at once: rings closed, collectives ended. Any thread; idempotent."""
         self.failed.set()
+        self._ready.abort()
         self.rings.close()
         with self._lock:
             aborts, self._aborts = self._aborts, []
         for function in aborts:
             function()
+
+    def meet(self) -> None:
+        """Wait until every target and drafter thread has come here: all has been compiled, and collectives may begin.
+
+        Raises:
+            PipelineEnded: another thread has failed.
+        """
+        with graphsafe.current_context().released():
+            try:
+                self._ready.wait()
+            except threading.BrokenBarrierError:
+                raise PipelineEnded("The pipeline ended before all of its threads were ready.") from None
 
     def guard(self, body: Callable[[], None], *quiet: type[Exception]) -> None:
         """Run a thread's body. Its error aborts the pipeline and is raised.
@@ -162,6 +183,7 @@ class Pipeline:
         """
         num_targets, num_drafters = len(self.topology.targets), len(self.topology.drafters)
         device = self.topology.targets[number]
+        pace = _Pace(device)
         index = number
         with suppress(RingClosed), _contexts_beside(device, self.topology.drafters), torch.no_grad():
             context = graphsafe.current_context(device)
@@ -171,6 +193,7 @@ class Pipeline:
                         features = source(batch)
                     with self.rings.features[number, index % num_drafters].produce() as slot:
                         slot.load({**batch, "features": features})
+                pace.step()
                 index += num_targets
         for (target, _), ring in self.rings.features.items():
             if target == number:
@@ -178,6 +201,7 @@ class Pipeline:
 
     def run_drafter(self, number: int, train: Callable[[Mapping[str, Tensor]], None]) -> None:
         """A drafter thread's loop: ``train`` on each of its batches, in order, until there are no more."""
+        pace = _Pace(self.topology.drafters[number])
         for ring in self.rings.of_drafter(number):
             if self.failed.is_set():
                 return
@@ -186,6 +210,29 @@ class Pipeline:
                     train(slot)
             except RingClosed:
                 return
+            pace.step()
+
+
+class _Pace:
+    """Keeps a thread from enqueueing without end: a full queue would block it in a launch, wherever that is.
+
+    Args:
+        device: that the thread works on; nothing is done for the CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: deque[torch.cuda.Event] = deque()
+
+    def step(self) -> None:
+        """After each batch: wait until the one ``MAX_AHEAD`` before it is done."""
+        if self._device.type != "cuda":
+            return
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self._device))
+        self._events.append(event)
+        if len(self._events) > MAX_AHEAD:
+            self._events.popleft().synchronize()
 
 
 def _contexts_beside(device: torch.device, others: Iterable[torch.device]) -> ExitStack:

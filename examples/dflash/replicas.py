@@ -15,7 +15,9 @@ post-accumulate hook runs in the thread that runs backward, which a context conf
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ import graphsafe
 
 from .config import InputError
 
+ABORT_TIMEOUT_S = 30.0
 TIMEOUT = datetime.timedelta(minutes=30)  # for a collective: a rank may wait long for its first features
 
 
@@ -46,7 +49,8 @@ class Replica:
         self.rank, self.size, self.device = rank, size, device
         self._group: Any = None
         self._hooks: list[Any] = []
-        self._aborted = False
+        self._alone = size == 1
+        self._aborting: threading.Thread | None = None
         if size > 1:
             if device.type == "cuda":
                 self._group = dist.ProcessGroupNCCL(store, rank, size)
@@ -65,6 +69,15 @@ class Replica:
         self._all_reduce(total)
         return total
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """A block in which this replica sums with no other: each value is its own sum. For a trial step."""
+        before, self._alone = self._alone, True
+        try:
+            yield
+        finally:
+            self._alone = before
+
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """From now on, have each backward sum the gradients over all replicas, once the last of them has arrived.
 
@@ -79,21 +92,29 @@ class Replica:
             arrived.append(parameter)
             if len(arrived) == len(trained):
                 arrived.clear()
-                self._sum_into([p.grad for p in trained if p.grad is not None])
+                if not self._alone:
+                    self._sum_into([p.grad for p in trained if p.grad is not None])
 
         self._hooks += [p.register_post_accumulate_grad_hook(hook) for p in trained]
 
     def abort(self) -> None:
-        """End collectives under way on a CUDA device. Any thread. (On the CPU ``close`` ends those of the others.)"""
-        if self._group is not None and self.device.type == "cuda":
-            self._aborted = True
-            self._group.abort()
+        """End collectives under way on a CUDA device. Any thread. (On the CPU ``close`` ends those of the others.)
+
+        It does not wait: NCCL's abort returns only once no graph uses the communicator, and each graph is dropped by
+        its own thread.
+        """
+        group = self._group
+        if group is not None and self.device.type == "cuda" and self._aborting is None:
+            self._aborting = threading.Thread(target=group.abort, name=f"abort-{self.rank}", daemon=True)
+            self._aborting.start()
 
     def close(self) -> None:
         """Leave the group: others that wait for this rank get ReplicaLost. The rank's own thread, its graphs gone."""
         for hook in self._hooks:
             hook.remove()
-        if self._group is not None and self.device.type == "cuda" and not self._aborted:
+        if self._aborting is not None:
+            self._aborting.join(ABORT_TIMEOUT_S)
+        elif self._group is not None and self.device.type == "cuda":
             self._group.shutdown()
         self._hooks, self._group = [], None
 
@@ -105,7 +126,7 @@ class Replica:
             gradient.copy_(total.view_as(gradient))
 
     def _all_reduce(self, tensor: Tensor) -> None:
-        if self.size == 1:
+        if self._alone:
             return
         if self._group is None:
             raise ReplicaLost("This replica has left the group.")

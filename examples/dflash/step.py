@@ -105,6 +105,7 @@ class DrafterStep:
             self.optimizer, lambda step: lr_share(step, num_steps, config.warmup_ratio)
         )
         replica.sum_gradients(drafter.parameters())
+        self._loss_fn, self._replica = loss_fn, replica
         self._step = graphsafe.TrainStep(
             loss_fn,
             self.optimizer,
@@ -128,6 +129,17 @@ class DrafterStep:
         _, measurements = self._step(*(batch[name] for name in INPUTS))
         self.scheduler.step()
         return measurements
+
+    def warm_up(self, batch: Mapping[str, Tensor]) -> None:
+        """Forward and backward once, so that all is compiled. Trains nothing, and waits for no other replica.
+
+        A compile waits for the device, to time kernels. If the device waited for another replica meanwhile, and that
+        one for the process's one compile at a time, neither would go on: so all compile before the first collective.
+        """
+        with graphsafe.current_context(self.device).eager(), self._replica.alone():
+            loss, _ = self._loss_fn(*(batch[name] for name in INPUTS))
+            loss.backward()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def close(self) -> None:
         """Drop the graphs. To be done before the replica leaves its group, whose communicator they use."""

@@ -38,7 +38,7 @@ from .drafter import Drafter, DrafterConfig
 from .features import FeatureSource
 from .fetch import resolve_target
 from .metrics import Meter, Reporter, summarize
-from .pipeline import Pipeline, Rings, Topology
+from .pipeline import Pipeline, PipelineEnded, Rings, Topology
 from .plan import GIB, describe_needs, drafter_config, estimate, topology
 from .replicas import Replica, ReplicaLost
 from .step import COMPUTE_DTYPES, DrafterStep
@@ -154,7 +154,7 @@ def train_on(
                 for number, device in enumerate(devices.targets):
                     target = targets[device]
                     cached = FeatureSource(target, drafter.target_layer_ids, int(config.cache_features * GIB))
-                    body = partial(_guarded, pipeline, pipeline.run_target, number, cached)
+                    body = partial(_guarded, pipeline, _target_body, run, number, target, cached)
                     group.spawn(body, device=device, name=f"target-{number}")
                 for number, device in enumerate(devices.drafters):
                     seed = config.seed + number
@@ -189,12 +189,24 @@ def head_weights(
 
 
 def _guarded(pipeline: Pipeline, function: Callable[..., None], *args: Any) -> None:
-    pipeline.guard(partial(function, *args))
+    pipeline.guard(partial(function, *args), PipelineEnded)
+
+
+def _target_body(run: Run, number: int, target: Target, source: FeatureSource) -> None:
+    config, device = run.config, run.devices.targets[number]
+    if len(run.devices.drafters) > 1:  # see DrafterStep.warm_up
+        padding = {name: tensor.to(device) for name, tensor in packing.empty_batch(config).items()}
+        with graphsafe.current_context(device).eager(rng=False):
+            target.features(
+                padding["tokens"], padding["document_ids"], padding["positions"], run.drafter.target_layer_ids
+            )
+        run.pipeline.meet()
+    run.pipeline.run_target(number, source)
 
 
 def _drafter_thread(run: Run, number: int) -> None:
     with ExitStack() as stack:  # leaves the group once the pipeline knows of an error, so that others stay quiet
-        run.pipeline.guard(partial(_drafter_body, run, number, stack), ReplicaLost)
+        run.pipeline.guard(partial(_drafter_body, run, number, stack), ReplicaLost, PipelineEnded)
 
 
 def _drafter_body(run: Run, number: int, stack: ExitStack) -> None:
@@ -205,10 +217,21 @@ def _drafter_body(run: Run, number: int, stack: ExitStack) -> None:
     model = Drafter(run.drafter, seed=config.seed, gradient_checkpointing=config.gradient_checkpointing).to(device)
     step = DrafterStep(model, *run.weights[device], config, run.num_steps, replica)
     stack.callback(step.close)
+    if replica.size > 1:
+        step.warm_up(_padding(run, device))
+        run.pipeline.meet()
     trainer = _Trainer(run, number, step, replica)
     run.pipeline.run_drafter(number, trainer)
     if not run.pipeline.failed.is_set():
         trainer.finish()
+
+
+def _padding(run: Run, device: torch.device) -> dict[str, Tensor]:
+    """A slot's tensors for a batch of padding."""
+    width = len(run.drafter.target_layer_ids) * run.drafter.hidden_size
+    dtype = COMPUTE_DTYPES[run.config.dtype]
+    batch = {name: tensor.to(device) for name, tensor in packing.empty_batch(run.config).items()}
+    return batch | {"features": torch.zeros(run.config.token_budget, width, dtype=dtype, device=device)}
 
 
 class _Trainer:

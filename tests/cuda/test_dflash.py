@@ -127,7 +127,8 @@ def test_features_of_packed_documents_equal_those_on_the_cpu():
 def run(config, targets, drafters, fail=None):
     """Train in the pipeline. Returns the readings."""
     target = tiny_target()
-    models = {device: Target(tiny_target().model.to(device)) for device in dict.fromkeys(targets)}
+    dtype = getattr(torch, config.dtype)
+    models = {device: Target(tiny_target().model.to(device, dtype)) for device in dict.fromkeys(targets)}
     shape = DrafterConfig.from_target(
         target,
         num_layers=config.num_layers,
@@ -204,25 +205,32 @@ def test_devices_do_not_change_the_losses(tmp_path, targets, num_drafters):
     settings = dict(SHAPE, max_steps=16)
     drafters = [torch.device("cuda", 1 - index) for index in range(num_drafters)]
     spread = run(configuration(tmp_path / "spread", **settings), [torch.device(t) for t in targets], drafters)
-    if num_drafters == 1:
-        assert losses(spread) == losses(run(configuration(tmp_path / "one", **settings), [FIRST], [FIRST]))
+    if num_drafters == 1:  # another device's kernels may be tuned otherwise, and so round otherwise
+        one = run(configuration(tmp_path / "one", **settings), [FIRST], [FIRST])
+        assert losses(spread) == pytest.approx(losses(one), rel=1e-3)
     else:
         again = run(configuration(tmp_path / "again", **settings), [FIRST], list(reversed(drafters)))
         assert losses(spread) == pytest.approx(losses(again), rel=1e-3)
     assert losses(spread)[-1] < losses(spread)[0]
 
 
-def trained(config, rows, replica, device):
+def trained(config, rows, replica, device, ready=None):
     """Global losses of a drafter that trains on ``rows`` through slots of a ring, and its weights."""
     target = tiny_target_on(device)
     drafter = random_drafter().to(device)
     step = DrafterStep(drafter, target.embed_tokens.weight, target.lm_head_weight, config, len(rows), replica)
+    if ready is not None:  # all is compiled before the first collective: see DrafterStep.warm_up
+        batch = on(device, rows[0])
+        features = target.features(batch["tokens"], batch["document_ids"], batch["positions"], (1, 3))
+        step.warm_up({**batch, "features": features})
+        ready.wait(DEADLINE_S)
     found = []
     for batch in rows:
         batch = on(device, batch)
         features = target.features(batch["tokens"], batch["document_ids"], batch["positions"], (1, 3))
         measured = replica.sum(step({**batch, "features": features}).double()).tolist()
         found.append(measured[0] / max(measured[1], 1e-9))
+    step.close()
     return found, {name: weight.cpu() for name, weight in drafter.state_dict().items()}
 
 
@@ -235,14 +243,14 @@ def tiny_target_on(device):
 
 
 def two_replicas(config, rows):
-    store = dist.HashStore()
+    store, ready = dist.HashStore(), threading.Barrier(2)
 
     def rank(number):
         device = torch.device("cuda", number)
         with graphsafe.thread_context(device, seed=number):
             replica = Replica(number, 2, device, store)
             try:
-                return trained(config, rows[number], replica, device)
+                return trained(config, rows[number], replica, device, ready)
             finally:
                 graphsafe.current_context(device).synchronize()
                 replica.close()
@@ -275,7 +283,7 @@ def test_an_empty_batch_on_one_replica_changes_nothing_for_the_other(tmp_path):
     empty = [row(lengths=()) for _ in range(10)]
     expected, _ = alone(config, full)
     for found, _ in two_replicas(config, [full, empty]):
-        assert found == pytest.approx(expected, rel=1e-5)
+        assert found == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.two_gpus

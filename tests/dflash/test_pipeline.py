@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import graphsafe
-from examples.dflash.pipeline import Pipeline, Rings, Topology
+from examples.dflash.pipeline import Pipeline, PipelineEnded, Rings, Topology
 
 CPU = torch.device("cpu")
 SPECS = {"number": graphsafe.Spec((1,), torch.int64)}
@@ -134,3 +134,21 @@ def test_a_drafters_rings_hold_at_least_the_depth(num_targets, num_drafters):
     for drafter in range(num_drafters):
         slots = sum(ring.depth for (_, d), ring in rings.features.items() if d == drafter)
         assert slots >= 2
+
+
+def test_threads_meet_once_all_are_ready_and_an_abort_ends_the_wait():
+    pipeline = make(1, 2)
+    with graphsafe.WorkerGroup(timeout=20) as group:
+        for _ in range(3):
+            group.spawn(pipeline.meet, device="cpu")
+
+    pipeline = make(1, 2)
+
+    def fail():
+        raise ZeroDivisionError("planted")
+
+    with pytest.raises(ExceptionGroup) as caught, graphsafe.WorkerGroup(timeout=20) as group:
+        for _ in range(2):
+            group.spawn(lambda: pipeline.guard(pipeline.meet, PipelineEnded), device="cpu")
+        group.spawn(lambda: pipeline.guard(fail, PipelineEnded), device="cpu")
+    assert [type(error) for error in caught.value.exceptions] == [ZeroDivisionError]

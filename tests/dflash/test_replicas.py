@@ -173,3 +173,30 @@ def test_two_replicas_on_one_cuda_device_are_refused():
     with pytest.raises(InputError, match=r"cuda:1 more than once"):
         check_replica_devices([torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cuda:1")])
     check_replica_devices([CPU, CPU])
+
+
+def test_a_replica_warms_up_alone_and_trains_nothing(tmp_path, target):
+    config = configuration(tmp_path, step="eager", lr=1e-2)
+    store = dist.HashStore()
+    first_is_warm = threading.Event()
+
+    def rank(number):
+        replica = Replica(number, 2, CPU, store)
+        drafter = Drafter(tiny_config(BLOCK), seed=3)
+        step = DrafterStep(drafter, target.embed_tokens.weight, target.lm_head_weight, config, 4, replica)
+        row = packed_row((19, 14), 33, 6, BLOCK)
+        features = target.features(row["tokens"], row["document_ids"], row["positions"], (1, 3))
+        before = {name: weight.clone() for name, weight in drafter.state_dict().items()}
+        try:
+            if number == 0:
+                step.warm_up({**row, "features": features})  # 1. while the other takes part in nothing
+                first_is_warm.set()
+            assert first_is_warm.wait(20)
+            assert all(torch.equal(before[name], weight) for name, weight in drafter.state_dict().items())
+            assert all(parameter.grad is None for parameter in drafter.parameters())
+            return step({**row, "features": features})[0].item(), replica.sum(torch.ones(1)).item()  # 2. both
+        finally:
+            replica.close()
+
+    (loss, total), (loss2, total2) = in_contexts(2, rank)
+    assert loss == loss2 and total == total2 == 2.0
