@@ -293,19 +293,28 @@ class capture:
 
 
 @contextmanager
+def _alone_on_cpu(context: ThreadContext) -> Iterator[None]:
+    """The CPU's part of a capture: alone on the device, with the context's generator, which a failure puts back."""
+    before = context.generator.get_state()
+    scope = context.gate.capture(counters=context.counters, on_take=context.swap_in, on_give=context.swap_out)
+    try:
+        with scope, _collector_guard:
+            yield
+    except BaseException:
+        context.generator.set_state(before)
+        context.counters.failed_captures += 1
+        raise
+    context.counters.captures += 1
+
+
+@contextmanager
 def _record_on_cpu(graph: Graph, context: ThreadContext) -> Iterator[None]:
     recorder = OperatorRecorder(context)
-    scope = context.gate.capture(counters=context.counters, on_take=context.swap_in, on_give=context.swap_out)
-    with scope, _collector_guard:
+    with _alone_on_cpu(context):
         before = context.drawn()
-        try:
-            with recorder:
-                yield
-        except BaseException:
-            context.counters.failed_captures += 1
-            raise
+        with recorder:
+            yield
         recorder.draws = context.drawn() != before
-        context.counters.captures += 1
     graph._recorder = recorder
 
 
@@ -350,11 +359,5 @@ def capture_with_retries(
 @contextmanager
 def checked_on_cpu(context: ThreadContext) -> Iterator[None]:
     """Run the block under the checks of a capture: CaptureError where a GPU's capture would fail."""
-    with context.gate.capture(counters=context.counters, on_take=context.swap_in, on_give=context.swap_out):
-        try:
-            with CaptureChecks(context.generator):
-                yield
-        except BaseException:
-            context.counters.failed_captures += 1
-            raise
-        context.counters.captures += 1
+    with _alone_on_cpu(context), CaptureChecks(context.generator):
+        yield

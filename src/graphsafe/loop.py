@@ -7,7 +7,7 @@ Guarantees:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -144,6 +144,35 @@ class Loop:
         elif kind in ("whole", "last"):
             for parameter in self.control.parameters:
                 parameter.grad = None
+
+    def undo(self, modules: Sequence[torch.nn.Module]) -> Callable[[], None]:
+        """A function that takes back what a capture has changed that failed after this call.
+
+        On CUDA that is what Python noted; nothing has run. On the CPU the capture is a call that really runs.
+        """
+        optimizer, scaler, norm = self.control.optimizer, self.scaler, self.norm
+        gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = [(p, p.grad) for p in self.control.parameters]
+        known_state = set(optimizer.state)
+        stages = None if scaler is None else private.scaler_stages(scaler)
+        ran: list[tuple[torch.Tensor, torch.Tensor]] = []  # (tensor, its value)
+        if self.control.device.type == "cpu":
+            held = [b for module in modules for b in module.buffers(recurse=False)]
+            held += [gradient for _, gradient in gradients if gradient is not None]
+            ran = [(tensor, tensor.clone()) for tensor in held]
+
+        def take_back() -> None:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            with torch.no_grad():
+                for tensor, value in ran:
+                    tensor.copy_(value)
+            for parameter in set(optimizer.state) - known_state:
+                del optimizer.state[parameter]
+            if scaler is not None and stages is not None:
+                private.restore_stages(scaler, stages)
+            self.norm = norm
+
+        return take_back
 
     def stray_gradients(self) -> bool:
         """Whether a capture left a gradient outside the static ones, which its replays would make anew."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_NOT_THE_USERS = (_OURS, _TORCH, "<frozen ", "<eval_with_key")  # the last: code that torch.fx makes
 
 HOST_READ = (
     "The host reads a value that the device computes (.item(), bool(), int(), a branch on a tensor): a replay would go "
@@ -50,7 +51,7 @@ _CURES: tuple[tuple[str, str], ...] = (
 
 
 def _is_users(filename: str) -> bool:
-    return not filename.startswith((_OURS, _TORCH, "<")) and f"{os.sep}contextlib.py" not in filename
+    return not filename.startswith(_NOT_THE_USERS) and f"{os.sep}contextlib.py" not in filename
 
 
 def users_line() -> tuple[str | None, str | None]:

@@ -44,6 +44,15 @@ class Call:
     leaves: tuple[Any, ...]
     training: tuple[bool, ...]
 
+    def summary(self) -> str:
+        """The signature in words, for messages."""
+        parts = [
+            f"{leaf.dtype}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in self.leaves
+        ]
+        modes = {True: "train", False: "eval"}
+        mode = " and ".join(modes[flag] for flag in sorted(set(self.training), reverse=True))
+        return f"({', '.join(parts)})" + (f" in {mode} mode" if mode else "")
+
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The arguments, with other tensors in the place of its own."""
         left = iter(tensors)

@@ -46,7 +46,8 @@ class _Captured:
 class _Plan:
     """What is known of one signature."""
 
-    admitted: bool = True
+    summary: str
+    admitted: bool
     calls: int = 0
     kinds: set[Kind] = field(default_factory=set)  # that ran eagerly
     compiles: int = 0  # captures given up because a compile started
@@ -247,10 +248,10 @@ class TrainStep:
         if self._plans:
             context.counters.mismatches += 1
             if self._on_mismatch == "error":
-                first = next(iter(self._plans))
-                raise ShapeMismatchError("TrainStep's batch", first, call.key)
+                first = next(iter(self._plans.values()))
+                raise ShapeMismatchError("TrainStep's batch", first.summary, call.summary())
             admitted = admitted and self._on_mismatch == "capture"
-        plan = _Plan(admitted=admitted)
+        plan = _Plan(call.summary(), admitted)
         if admitted:
             self._plans[call.key] = plan
         elif self._on_mismatch == "capture" and not self._warned and self._mode == "graph":
@@ -291,23 +292,12 @@ class TrainStep:
         arguments = call.with_tensors(inputs.tensors)
         if self._device.type == "cpu":
             return self._check_on_cpu(context, plan, call, inputs, arguments, kind)
-        gradients = [(p, p.grad) for p in self._control.parameters]
-        stages = None if self._scaler is None else private.scaler_stages(self._scaler)
-        known_state = set(self._optimizer.state)
-        norm = self._loop.norm
+        gradients = [p.grad for p in self._control.parameters]
+        known_state, undo = set(self._optimizer.state), self._loop.undo(self._modules)
 
         def body() -> Any:
             self._loop.begin(kind)
             return self._loop.run(arguments, kind)
-
-        def undo() -> None:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            for parameter in set(self._optimizer.state) - known_state:
-                del self._optimizer.state[parameter]
-            if self._scaler is not None and stages is not None:
-                private.restore_stages(self._scaler, stages)
-            self._loop.norm = norm
 
         try:
             graph, result = capture_with_retries(context, body, undo, shared_pool=self._outputs == "copy")
@@ -338,14 +328,13 @@ class TrainStep:
     def _check_on_cpu(
         self, context: ThreadContext, plan: _Plan, call: Call, inputs: StaticInputs, arguments: Any, kind: Kind
     ) -> Any:
-        gradients = [(p, None if p.grad is None else p.grad.clone()) for p in self._control.parameters]
+        undo = self._loop.undo(self._modules)
         try:
             with checked_on_cpu(context):
                 self._loop.begin(kind)
                 result = self._loop.forward_backward(arguments)
         except BaseException:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+            undo()
             raise
         if kind in ("whole", "last"):
             with context.seat(exclusive=self._draws.get(call.training) is not False):

@@ -224,15 +224,15 @@ class WorkerGroup:
     def __exit__(self, exc_type: object, exc: BaseException | None, tb: object) -> None:
         if exc is not None:
             self.stop.set()
+        errors = [exc] if exc is not None else []
         try:
             self._join()
         except BaseException as interrupt:  # Ctrl-C while joining: the workers are told, and joined all the same
             self.stop.set()
-            exc = interrupt if exc is None else exc
+            errors.append(interrupt)
             self._join()
         self._left = True
-        errors = [exc] if exc is not None else []
-        errors += [w._error for w in self._failed if w._error is not None and w._error is not exc]
+        errors += [w._error for w in self._failed if w._error is not None and w._error not in errors]
         for worker in self._workers:
             if not worker.done():
                 errors.append(
@@ -241,11 +241,11 @@ class WorkerGroup:
                         f"Its loop should watch group.stop. Its stack:\n{worker.stack()}"
                     )
                 )
-        if not errors or (len(errors) == 1 and exc is not None and not isinstance(exc, Exception)):
-            if errors and errors[0] is not exc:
-                raise errors[0]
-            if exc is not None and exc_type is None:
-                raise exc
+        if len(errors) == 1 and not isinstance(errors[0], Exception) and not self._failed:
+            if errors[0] is exc:
+                return  # Ctrl-C alone goes on as it is
+            raise errors[0]
+        if not errors:
             return
         raise BaseExceptionGroup("workers failed", errors) from None
 
