@@ -28,7 +28,7 @@ from torch import Tensor
 import graphsafe
 from graphsafe import BufferRing, RingClosed, Spec
 
-MAX_AHEAD = 3  # batches that a thread may be ahead of its device
+MAX_AHEAD = 1  # batches that a thread may be ahead of its device
 
 
 class PipelineEnded(RuntimeError):
@@ -105,7 +105,9 @@ class Pipeline:
         self.topology, self.rings, self.stop = rings.topology, rings, stop
         self.failed = threading.Event()
         self._aborts: list[Callable[[], None]] = []
-        self._ready = threading.Barrier(len(self.topology.targets) + len(self.topology.drafters))
+        num_drafters = len(self.topology.drafters)
+        self._ready = threading.Barrier(len(self.topology.targets) + num_drafters)
+        self._done = threading.Barrier(num_drafters)
         self._lock = threading.Lock()  # guards the list above; taken alone
 
     def on_abort(self, function: Callable[[], None]) -> None:
@@ -116,7 +118,8 @@ class Pipeline:
     def abort(self) -> None:
         """End everything at once: rings closed, collectives ended. Any thread; idempotent."""
         self.failed.set()
-        self._ready.abort()
+        for barrier in (self._ready, self._done):
+            barrier.abort()
         self.rings.close()
         with self._lock:
             aborts, self._aborts = self._aborts, []
@@ -129,11 +132,22 @@ class Pipeline:
         Raises:
             PipelineEnded: another thread has failed.
         """
+        self._wait(self._ready)
+
+    def part(self) -> None:
+        """Wait until every drafter thread has come here: no collective is under way, and groups may be left.
+
+        Raises:
+            PipelineEnded: another thread has failed.
+        """
+        self._wait(self._done)
+
+    def _wait(self, barrier: threading.Barrier) -> None:
         with graphsafe.current_context().released():
             try:
-                self._ready.wait()
+                barrier.wait()
             except threading.BrokenBarrierError:
-                raise PipelineEnded("The pipeline ended before all of its threads were ready.") from None
+                raise PipelineEnded("The pipeline ended before all of its threads had come to one point.") from None
 
     def guard(self, body: Callable[[], None], *quiet: type[Exception]) -> None:
         """Run a thread's body. Its error aborts the pipeline and is raised.

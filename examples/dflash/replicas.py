@@ -109,13 +109,15 @@ class Replica:
             self._aborting.start()
 
     def close(self) -> None:
-        """Leave the group: others that wait for this rank get ReplicaLost. The rank's own thread, its graphs gone."""
+        """Leave the group: others that wait for this rank get ReplicaLost. The rank's own thread, its graphs gone.
+
+        On CUDA all ranks are to leave together, none with a collective under way: one reads the others' memory.
+        """
         for hook in self._hooks:
             hook.remove()
+        self.abort()
         if self._aborting is not None:
             self._aborting.join(ABORT_TIMEOUT_S)
-        elif self._group is not None and self.device.type == "cuda":
-            self._group.shutdown()
         self._hooks, self._group = [], None
 
     def _sum_into(self, gradients: Sequence[Tensor]) -> None:

@@ -224,6 +224,8 @@ def _drafter_body(run: Run, number: int, stack: ExitStack) -> None:
     run.pipeline.run_drafter(number, trainer)
     if not run.pipeline.failed.is_set():
         trainer.finish()
+        graphsafe.current_context(device).synchronize()
+        run.pipeline.part()
 
 
 def _padding(run: Run, device: torch.device) -> dict[str, Tensor]:

@@ -243,16 +243,18 @@ def tiny_target_on(device):
 
 
 def two_replicas(config, rows):
-    store, ready = dist.HashStore(), threading.Barrier(2)
+    store, ready, done = dist.HashStore(), threading.Barrier(2), threading.Barrier(2)
 
     def rank(number):
         device = torch.device("cuda", number)
         with graphsafe.thread_context(device, seed=number):
             replica = Replica(number, 2, device, store)
             try:
-                return trained(config, rows[number], replica, device, ready)
-            finally:
+                found = trained(config, rows[number], replica, device, ready)
                 graphsafe.current_context(device).synchronize()
+                done.wait(DEADLINE_S)
+                return found
+            finally:
                 replica.close()
 
     return run_threads(2, rank, DEADLINE_S)
