@@ -214,9 +214,9 @@ def test_devices_do_not_change_the_losses(tmp_path, targets, num_drafters):
     assert losses(spread)[-1] < losses(spread)[0]
 
 
-def trained(config, rows, replica, device, ready=None):
+def trained(config, rows, replica, target, ready=None):
     """Global losses of a drafter that trains on ``rows`` through slots of a ring, and its weights."""
-    target = tiny_target_on(device)
+    device = target.device
     drafter = random_drafter().to(device)
     step = DrafterStep(drafter, target.embed_tokens.weight, target.lm_head_weight, config, len(rows), replica)
     if ready is not None:  # all is compiled before the first collective: see DrafterStep.warm_up
@@ -234,23 +234,21 @@ def trained(config, rows, replica, device, ready=None):
     return found, {name: weight.cpu() for name, weight in drafter.state_dict().items()}
 
 
-_seeding = threading.Lock()  # the default generator is one for all threads
-
-
 def tiny_target_on(device):
-    with _seeding:
-        return Target(tiny_target().model.to(device))
+    """Made before any thread starts: its weights come from the default generator, which a compile winds back."""
+    return Target(tiny_target().model.to(device))
 
 
 def two_replicas(config, rows):
     store, ready, done = dist.HashStore(), threading.Barrier(2), threading.Barrier(2)
+    targets = [tiny_target_on(torch.device("cuda", number)) for number in range(2)]
 
     def rank(number):
         device = torch.device("cuda", number)
         with graphsafe.thread_context(device, seed=number):
             replica = Replica(number, 2, device, store)
             try:
-                found = trained(config, rows[number], replica, device, ready)
+                found = trained(config, rows[number], replica, targets[number], ready)
                 graphsafe.current_context(device).synchronize()
                 done.wait(DEADLINE_S)
                 return found
@@ -262,7 +260,7 @@ def two_replicas(config, rows):
 
 def alone(config, rows):
     with graphsafe.thread_context(FIRST, seed=0):
-        return trained(config, rows, Replica(0, 1, FIRST, None), FIRST)
+        return trained(config, rows, Replica(0, 1, FIRST, None), tiny_target_on(FIRST))
 
 
 @pytest.mark.two_gpus
