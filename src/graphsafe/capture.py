@@ -16,6 +16,7 @@ On the CPU a capture records the operators below autograd and a replay runs them
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import threading
@@ -30,7 +31,7 @@ import torch
 from . import gate, walk
 from .context import ThreadContext, current_context
 from .errors import CaptureError, GraphsafeError
-from .recording import CaptureChecks, OperatorRecorder, code_line, explain
+from .recording import CaptureChecks, HostReadChecks, OperatorRecorder, code_line, explain
 from .repairs import private
 
 NUM_RETRIES = 3
@@ -60,6 +61,7 @@ class _CollectorGuard:
 
 
 _collector_guard = _CollectorGuard()
+_NOT_THE_USERS = frozenset({__file__, contextlib.__file__})
 
 
 class Graph:
@@ -137,16 +139,13 @@ class Graph:
 
     def close(self) -> None:
         raw, self._raw, self._recorder = self._raw, None, None
-        self._kept = []
+        kept, self._kept = self._kept, []
         self._context.unregister(self)
         if raw is None:
             return
-        if threading.get_ident() != self._ident or gate.capturing() is not None or self._context.closed:
-            self._context.graveyard.append(raw)  # its own thread destroys it, outside captures
-            return
-        if self._context.stream is not None:
-            self._context.stream.synchronize()  # its memory is free only once it no longer runs
-        raw.reset()
+        self._context.graveyard.append((raw, kept))
+        if threading.get_ident() == self._ident and gate.capturing() is None:
+            self._context.drain()  # else the context's own thread does it, outside captures
 
     def __del__(self) -> None:
         if self._raw is not None:
@@ -195,7 +194,11 @@ class _Session:
         default.graphsafe_set_state(generator)
         ended = False
         try:
-            private.begin_capture(raw, graph.pool)
+            try:
+                private.begin_capture(raw, graph.pool)
+            except RuntimeError as exc:
+                self._heal(raw)
+                raise explain(exc, None) from exc
             try:
                 yield
             except BaseException as exc:
@@ -203,7 +206,7 @@ class _Session:
                 raise_as_capture_error(exc, broken)
             ended = True
             try:
-                raw.capture_end()
+                self._end(raw)
             except RuntimeError as exc:
                 self._heal(raw)
                 raise explain(exc, None) from exc
@@ -214,10 +217,14 @@ class _Session:
         assert ended
         graph._raw, graph._generator, graph._seed = raw, generator, generator.initial_seed()
 
+    def _end(self, raw: torch.cuda.CUDAGraph) -> None:
+        with torch.cuda.stream(self._context.stream):  # also where the block left another stream behind
+            raw.capture_end()
+
     def _abandon(self, raw: torch.cuda.CUDAGraph) -> bool:
         """End a capture whose block failed. Returns whether CUDA had invalidated it."""
         try:
-            raw.capture_end()
+            self._end(raw)
         except RuntimeError:
             self._heal(raw)
             return True
@@ -225,8 +232,11 @@ class _Session:
         return False
 
     def _heal(self, raw: torch.cuda.CUDAGraph) -> None:
-        assert self._graph.pool is not None and self._context.device.index is not None
-        private.close_failed_capture(self._context.device.index, self._graph.pool)
+        context, pool = self._context, self._graph.pool
+        assert pool is not None and context.device.index is not None
+        private.close_failed_capture(raw, context.device.index, pool)
+        if context.pool == pool:
+            context.pool = None  # earlier graphs keep it, later ones get another
 
 
 def raise_as_capture_error(exc: BaseException, broken: bool) -> None:
@@ -262,7 +272,8 @@ class capture:
         context = current_context()
         if gate.capturing() is not None:
             raise CaptureError("A capture was begun inside a capture of the same thread.", cure="End the first one.")
-        self._frame = sys._getframe(1)
+        self._frame = _users_frame()
+        before = walk.tensors(*_reach(self._frame))  # what the block rebinds, its kernels read all the same
         if context.device.type == "cuda":
             graph = Graph(context, torch.cuda.graph_pool_handle())
             self._scope = _Session(graph, context).run()
@@ -274,6 +285,7 @@ class capture:
         except BaseException:
             graph.close()
             raise
+        graph.keep(before)
         self._graph = graph
         return graph
 
@@ -287,9 +299,22 @@ class capture:
         except BaseException:
             graph.close()
             raise
-        named = {name: frame.f_globals[name] for name in frame.f_code.co_names if name in frame.f_globals}
-        graph.keep(dict(frame.f_locals), named)
+        graph.keep(*_reach(frame))
         return bool(handled)
+
+
+def _users_frame() -> FrameType:
+    """The frame whose block is captured: the innermost that is neither ours nor contextlib's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (frame.f_code.co_filename in _NOT_THE_USERS):
+        frame = frame.f_back
+    return frame
+
+
+def _reach(frame: FrameType) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A frame's variables, and the globals that its code names."""
+    named = {name: frame.f_globals[name] for name in frame.f_code.co_names if name in frame.f_globals}
+    return dict(frame.f_locals), named
 
 
 @contextmanager
@@ -309,10 +334,10 @@ def _alone_on_cpu(context: ThreadContext) -> Iterator[None]:
 
 @contextmanager
 def _record_on_cpu(graph: Graph, context: ThreadContext) -> Iterator[None]:
-    recorder = OperatorRecorder(context)
+    recorder = OperatorRecorder(private.default_generator(context.device))
     with _alone_on_cpu(context):
         before = context.drawn()
-        with recorder:
+        with HostReadChecks(), recorder:
             yield
         recorder.draws = context.drawn() != before
     graph._recorder = recorder
@@ -359,5 +384,6 @@ def capture_with_retries(
 @contextmanager
 def checked_on_cpu(context: ThreadContext) -> Iterator[None]:
     """Run the block under the checks of a capture: CaptureError where a GPU's capture would fail."""
-    with _alone_on_cpu(context), CaptureChecks(context.generator):
+    generator = private.default_generator(context.device)
+    with _alone_on_cpu(context), HostReadChecks(), CaptureChecks(generator):
         yield

@@ -81,10 +81,10 @@ def _acquire(what: str) -> None:
 @contextmanager
 def _seat_scope(device_index: int | None) -> Iterator[None]:
     with ExitStack() as stack:
-        if not gate.holds_any():  # a holder keeps captures out itself, and a capture must not wait for itself
-            for one in sorted(gate.all_gates(), key=lambda one: one.order):
-                if device_index is None or one.device == torch.device("cuda", device_index):
-                    stack.enter_context(one.seat(exclusive=False))
+        # A seat that the thread holds already, or its own capture, is not waited for.
+        for one in sorted(gate.all_gates(), key=lambda one: one.order):
+            if device_index is None or one.device == torch.device("cuda", device_index):
+                stack.enter_context(one.seat(exclusive=False))
         yield
 
 

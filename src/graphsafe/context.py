@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -97,9 +97,11 @@ class ThreadContext:
         self.counters = Counters()
         self.gate: DeviceGate = gate.gate_for(self.device)
         self.graveyard: deque[Any] = deque()  # CUDA graphs to destroy, by this thread, outside captures
+        self._resources_lock = threading.RLock()  # guards the set; taken alone, also by a finaliser that interrupts it
         self._resources: weakref.WeakSet[Resource] = weakref.WeakSet()
         self._seeder = torch.Generator()  # seeds of contexts made below this one
         self._saved: torch.Generator | torch.Tensor | None = None
+        self._swapped_in = torch.empty(0)  # on the CPU: the state that stands in for the default generator's
         self._exit: ExitStack | None = None
         self._ident = 0
         self._closed = False
@@ -159,36 +161,44 @@ class ThreadContext:
 
     def _destroy_graphs(self) -> None:
         if self.device.type != "cuda":
-            for resource in list(self._resources):
-                resource.close()
-            self._resources.clear()
+            self._close_resources()
             return
-        assert self.stream is not None
-        if self._resources or self.graveyard:
-            self.stream.synchronize()  # a graph's memory is free only once it no longer runs
         with self.gate.seat(exclusive=False):
-            for resource in list(self._resources):
-                resource.close()
-            self._resources.clear()
+            self._close_resources()
             self.drain()
             private.clear_cublas_workspaces()  # the workspace of this stream, which nothing uses any more
 
+    def _close_resources(self) -> None:
+        for resource in self.resources():
+            resource.close()
+
     def drain(self) -> None:
         """Destroy the graphs that were dropped since. The context's own thread, outside a capture."""
+        if self.graveyard and self.stream is not None:
+            self.stream.synchronize()  # a graph's memory, and what it kept alive, is free only once it no longer runs
         while self.graveyard:
-            self.graveyard.popleft().reset()
+            raw, kept = self.graveyard.popleft()
+            raw.reset()
+            del kept
 
     def register(self, resource: Resource) -> None:
         """Have ``resource`` closed when the context ends, if it lives that long."""
-        self._resources.add(resource)
+        with self._resources_lock:
+            self._resources.add(resource)
 
     def unregister(self, resource: Resource) -> None:
-        self._resources.discard(resource)
+        with self._resources_lock:
+            self._resources.discard(resource)
+
+    def resources(self) -> list[Resource]:
+        """What lives in the context now. Any thread."""
+        with self._resources_lock:
+            return list(self._resources)
 
     def shared_pool(self) -> tuple[int, int]:
         """The context's pool: a new one once no graph uses it, since a pool without users dies with its id."""
         pool = self.pool
-        if pool is None or not any(getattr(resource, "pool", None) == pool for resource in list(self._resources)):
+        if pool is None or not any(getattr(resource, "pool", None) == pool for resource in self.resources()):
             pool = self.pool = torch.cuda.graph_pool_handle()
         return pool
 
@@ -217,6 +227,7 @@ class ThreadContext:
         self.check_thread("The context")
         if self._closed or self._exit is None:
             raise NoContextError("eager()", str(self.device))
+        self.counters.eager_steps += 1
         return self.seat(exclusive=rng)
 
     def released(self) -> AbstractContextManager[None]:
@@ -235,7 +246,8 @@ class ThreadContext:
         default = private.default_generator(self.device)
         if self.device.type == "cpu":
             self._saved = default.get_state()
-            default.set_state(self.generator.get_state())
+            self._swapped_in = self.generator.get_state()
+            default.set_state(self._swapped_in)
         else:
             self._saved = default.graphsafe_get_state()
             default.graphsafe_set_state(self.generator)
@@ -246,7 +258,9 @@ class ThreadContext:
         self._saved = None
         if self.device.type == "cpu":
             assert isinstance(saved, torch.Tensor)
-            self.generator.set_state(default.get_state())
+            drawn, own = default.get_state(), self.generator.get_state()
+            if torch.equal(own, self._swapped_in) or not torch.equal(drawn, self._swapped_in):
+                self.generator.set_state(drawn)  # else it was drawn from by name, and is ahead
             default.set_state(saved)
         else:
             assert isinstance(saved, torch.Generator)
@@ -315,7 +329,9 @@ def draw_seed() -> int:
     """
     contexts = _per_thread.contexts
     source = contexts[-1]._seeder if contexts else torch.default_generator
-    with _seeding_lock:
+    cpu = gate.gate_for(torch.device("cpu"))
+    # On a seat, so that no other thread's generator stands in for the default one.
+    with nullcontext() if contexts else cpu.seat(exclusive=False), _seeding_lock:
         with _registry_lock:
             taken = {context.seed for context in _live}
         while True:

@@ -72,10 +72,10 @@ class Hold:
     on_take: Callable[[], None] = _nothing
     on_give: Callable[[], None] = _nothing
     counters: Counters = field(default_factory=Counters)
-    ident: int = field(default_factory=threading.get_ident)
-    thread_name: str = field(default_factory=lambda: threading.current_thread().name)
-    task: object = field(default_factory=current_task)
-    stack: list[Hold] = field(default_factory=lambda: _held())
+    ident: int = 0
+    thread_name: str = ""
+    task: object = None
+    stack: list[Hold] = field(default_factory=list)  # of the thread that holds it
     since: float = 0.0
     taken: bool = False
 
@@ -199,6 +199,8 @@ class Scope:
 
     def __enter__(self) -> None:
         hold = self._hold
+        hold.ident, hold.thread_name = threading.get_ident(), threading.current_thread().name
+        hold.task, hold.stack = current_task(), _held()
         stack = hold.stack
         here = next((held for held in stack if held.gate is hold.gate), None)
         if here is not None and here.task is not hold.task:
@@ -267,11 +269,6 @@ def _take_all(holds: list[Hold], stack: list[Hold]) -> None:
     for hold in holds:
         hold.gate.take(hold)
         stack.append(hold)
-
-
-def holds_any() -> bool:
-    """Whether this thread holds a seat or captures, on any device."""
-    return bool(_per_thread.held)
 
 
 def capturing() -> DeviceGate | None:

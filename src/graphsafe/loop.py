@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from . import gate
-from .errors import GraphsafeError
+from .errors import GraphsafeError, require
 from .optimizers import OptimizerControl
 from .repairs import private
 
@@ -26,7 +26,8 @@ class Loop:
     Attributes:
         norm: total norm of the last step's gradients before clipping.
         norm_buffer: where a graph leaves that norm.
-        static_gradients: where graphs accumulate the gradient of each parameter, with ``set_to_none``.
+        static_gradients: where graphs accumulate the gradient of each parameter, with ``set_to_none``. Which of them a
+            graph begins with is the caller's to say: those that an eager call of its signature gave a gradient.
     """
 
     def __init__(
@@ -43,7 +44,6 @@ class Loop:
         self.norm: torch.Tensor | None = None
         self.norm_buffer: torch.Tensor | None = None
         self.static_gradients: dict[torch.Tensor, torch.Tensor] = {}
-        self._with_gradient: list[torch.Tensor] = []
 
     def kind(self, position: int) -> Kind:
         """Which micro-batch comes after ``position`` others of the accumulation."""
@@ -80,8 +80,6 @@ class Loop:
         control, optimizer, scaler = self.control, self.control.optimizer, self.scaler
         parameters = control.parameters
         captured = gate.capturing() is not None
-        if not captured:
-            self._with_gradient = [p for p in parameters if p.grad is not None]
         control.refresh_lr()  # before a capture it is up to date, and enqueues nothing
         norm = None
         if self.max_grad_norm is not None:
@@ -99,12 +97,50 @@ class Loop:
         optimizer.zero_grad(set_to_none=self.set_to_none)
         self.norm = norm
 
+    # state
+
+    def state_dict(self, *, with_gradients: bool) -> dict[str, Any]:
+        """Of optimizer and scaler, and the gradients that have accumulated."""
+        gradients = [p.grad for p in self.control.parameters]
+        return {
+            "optimizer": self.control.optimizer.state_dict(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "gradients": [None if g is None else g.detach().clone() for g in gradients] if with_gradients else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what ``state_dict()`` returned, or raise GraphsafeError before anything is loaded."""
+        parameters, gradients = self.control.parameters, state["gradients"]
+        fits = gradients is None or len(gradients) == len(parameters)
+        require(fits, "The state's gradients belong to a model with another number of parameters.")
+        alike = (self.scaler is None) == (state["scaler"] is None)
+        require(alike, "One of the state and this TrainStep has a GradScaler and the other has none: make them alike.")
+        try:
+            self.control.optimizer.load_state_dict(state["optimizer"])
+        except ValueError as exc:
+            raise GraphsafeError(f"The state's optimizer does not fit this one ({exc}). Nothing was loaded.") from exc
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
+        for index, parameter in enumerate(parameters):
+            gradient = None if gradients is None else gradients[index]
+            parameter.grad = None if gradient is None else gradient.detach().clone().to(parameter.device)
+
     # gradients around a graph
 
-    def make_buffers(self) -> None:
-        """What graphs write to and must not allocate themselves. Before the first capture, after eager steps."""
-        if self.accumulate > 1 and self.set_to_none and not self.static_gradients:
-            self.static_gradients = {p: torch.zeros_like(p) for p in self._with_gradient}
+    def with_gradient(self) -> tuple[torch.Tensor, ...]:
+        """The parameters that have a gradient now."""
+        return tuple(p for p in self.control.parameters if p.grad is not None)
+
+    def make_buffers(self, first: Sequence[torch.Tensor]) -> None:
+        """What graphs write to and must not allocate themselves.
+
+        Args:
+            first: the parameters that the first micro-batch gives a gradient.
+        """
+        if self.accumulate > 1 and self.set_to_none:
+            for parameter in first:
+                if parameter not in self.static_gradients:
+                    self.static_gradients[parameter] = torch.zeros_like(parameter)
         if self.norm is not None and self.norm_buffer is None:
             self.norm_buffer = torch.empty_like(self.norm)
 
@@ -115,32 +151,30 @@ class Loop:
         parameters, static = self.control.parameters, self.static_gradients
         if kind in ("whole", "first"):
             return all(p.grad is None for p in parameters)
-        if not static or any(p.grad is not None and p not in static for p in parameters):
+        present = self.with_gradient()
+        if not present or any(p not in static for p in present):
             return False
         with torch.no_grad():
-            for parameter, gradient in static.items():
-                if parameter.grad is gradient:
-                    continue
-                if parameter.grad is None:
-                    gradient.zero_()
-                else:
+            for parameter in present:
+                gradient = static[parameter]
+                if parameter.grad is not None and parameter.grad is not gradient:
                     gradient.copy_(parameter.grad)
-                parameter.grad = gradient
+                    parameter.grad = gradient
         return True
 
-    def begin(self, kind: Kind) -> None:
-        """Part of what is captured: with the first micro-batch the static gradients start at zero."""
-        if kind == "first" and self.set_to_none and self.static_gradients:
-            torch._foreach_zero_(list(self.static_gradients.values()))
-            self.show_gradients(kind)
+    def begin(self, kind: Kind, first: Sequence[torch.Tensor]) -> None:
+        """Part of what is captured: with the first micro-batch the static gradients of ``first`` start at zero."""
+        if kind == "first" and self.set_to_none and first:
+            torch._foreach_zero_([self.static_gradients[parameter] for parameter in first])
+            self.show_gradients(kind, first)
 
-    def show_gradients(self, kind: Kind) -> None:
+    def show_gradients(self, kind: Kind, first: Sequence[torch.Tensor]) -> None:
         """After a replay: have the parameters' ``.grad`` as they are after the same call of the eager loop."""
         if not self.set_to_none:
             return
         if kind == "first":
-            for parameter, gradient in self.static_gradients.items():
-                parameter.grad = gradient
+            for parameter in first:
+                parameter.grad = self.static_gradients[parameter]
         elif kind in ("whole", "last"):
             for parameter in self.control.parameters:
                 parameter.grad = None

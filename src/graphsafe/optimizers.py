@@ -66,8 +66,8 @@ class OptimizerControl:
         self.device: torch.device = devices.pop()
         if strict:
             self._refuse(scaled)
-        self._lr: list[torch.Tensor] = []
-        self._lr_value: list[float] = []
+        self._lr: dict[int, torch.Tensor] = {}  # by group; a group whose own learning rate is a tensor has none
+        self._lr_value: dict[int, float] = {}
         self.prepare()
 
     def _refuse(self, scaled: bool) -> None:
@@ -108,7 +108,7 @@ class OptimizerControl:
     @property
     def lr_tensors(self) -> list[torch.Tensor]:
         """The device's learning rates, one a group."""
-        return self._lr
+        return list(self._lr.values())
 
     def refresh_lr(self) -> None:
         """Bring the device's learning rates up to date with the groups' numbers. Enqueues on the current stream."""
@@ -116,10 +116,9 @@ class OptimizerControl:
             lr = group["lr"]
             if isinstance(lr, torch.Tensor):
                 continue  # the user's own tensor: read in place
-            if index >= len(self._lr):
-                self._lr.append(torch.zeros((), dtype=torch.float32, device=self.device))
-                self._lr_value.append(float("nan"))
-            if lr != self._lr_value[index]:
+            if index not in self._lr:
+                self._lr[index] = torch.zeros((), dtype=torch.float32, device=self.device)
+            if lr != self._lr_value.get(index):
                 self._lr[index].fill_(lr)
                 self._lr_value[index] = lr
 
@@ -141,11 +140,15 @@ class OptimizerControl:
     # what a graph has baked in
 
     def settings(self) -> list[dict[str, Any]]:
-        """The groups' hyper-parameters but for the learning rate."""
-        return [
-            {key: value for key, value in group.items() if key not in ("params", "lr")}
-            for group in self.optimizer.param_groups
-        ]
+        """The groups' hyper-parameters; of the learning rate only which tensor it is, if it is one."""
+        return [self._settings_of(group) for group in self.optimizer.param_groups]
+
+    @staticmethod
+    def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        if not isinstance(settings["lr"], torch.Tensor):
+            settings["lr"] = "a number"
+        return settings
 
     def check_settings(self, captured: Sequence[dict[str, Any]]) -> None:
         """Raise GraphsafeError where a hyper-parameter is not the captured one."""
@@ -156,9 +159,11 @@ class OptimizerControl:
                 "now. Add groups before the first step, or make a new TrainStep."
             )
         for index, (group, before) in enumerate(zip(groups, captured, strict=True)):
+            current = self._settings_of(group)
             for key, value in before.items():
-                now = group.get(key)
-                if now is not value and now != value:
+                now = current.get(key)
+                tensors = isinstance(now, torch.Tensor) or isinstance(value, torch.Tensor)
+                if now is not value and (tensors or now != value):
                     raise GraphsafeError(
                         f"{key!r} of parameter group {index} was {value!r} when the step was captured and is {now!r} "
                         "now; a replay would go on with the old value. Only the learning rate may change: make a new "

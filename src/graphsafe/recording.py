@@ -13,15 +13,14 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from .errors import CaptureError
+from .repairs import private
 from .repairs.private import DispatchMode, tree_flatten
-
-if TYPE_CHECKING:
-    from .context import ThreadContext
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -37,7 +36,7 @@ DATA_SHAPE = (
 )
 UNKNOWN_RNG = (
     "Random numbers come from a generator that the capture does not know: every replay would repeat them. "
-    "Draw from the default generator (it is the context's meanwhile), or pass graphsafe.current_context().generator."
+    "Draw from the default generator, which is the context's meanwhile."
 )
 _CURES: tuple[tuple[str, str], ...] = (
     ("offset increment outside graph capture", UNKNOWN_RNG),
@@ -93,6 +92,26 @@ def explain(exc: BaseException, where: tuple[str, str | None] | None) -> Capture
     return error
 
 
+_READS = {getattr(torch.Tensor, name) for name in ("tolist", "numpy", "__array__", "__repr__", "__format__")}
+
+
+class HostReadChecks(TorchFunctionMode):
+    """Refuses the reads by the host that no operator shows on the CPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _READS:
+            refuse(f"Tensor.{func.__name__}", "The host read a tensor's value inside a capture.", HOST_READ)
+        return func(*args, **(kwargs or {}))
+
+
+def refuse(operation: str, what: str, cure: str) -> NoReturn:
+    """Raise the CaptureError, with the user's line."""
+    location, line = users_line()
+    raise CaptureError(what, operation if line is None else f"{operation} in `{line}`", location, cure)
+
+
 class CaptureChecks(DispatchMode):
     """Refuses what a GPU's capture would refuse, or would get wrong at a replay."""
 
@@ -110,24 +129,33 @@ class CaptureChecks(DispatchMode):
     def check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tags = getattr(func, "tags", ())
         generator = kwargs.get("generator")
-        if generator is not None and generator is not self._generator:
-            self._refuse(func, "Random numbers from an unknown generator were asked for inside a capture.", UNKNOWN_RNG)
+        if generator is not None and not private.same_generator(generator, self._generator):
+            refuse(str(func), "Random numbers from an unknown generator were asked for inside a capture.", UNKNOWN_RNG)
         if torch.Tag.data_dependent_output in tags:
-            self._refuse(func, "The host read a tensor's value inside a capture.", HOST_READ)
-        if torch.Tag.dynamic_output_shape in tags and not _fixed_after_all(func, args, kwargs):
-            self._refuse(func, "An operator inside a capture has a shape that depends on data.", DATA_SHAPE)
+            refuse(str(func), "The host read a tensor's value inside a capture.", HOST_READ)
+        by_tag = torch.Tag.dynamic_output_shape in tags and not _fixed_after_all(func, args, kwargs)
+        if by_tag or _scatters(func, args):
+            refuse(str(func), "An operator inside a capture has a shape that depends on data.", DATA_SHAPE)
 
-    def _refuse(self, func: Any, what: str, cure: str) -> None:
-        location, line = users_line()
-        name = str(func)
-        raise CaptureError(what, name if line is None else f"{name} in `{line}`", location, cure)
+
+def _name(func: Any) -> str:
+    return func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else str(func)
+
+
+def _has_mask(indices: Any) -> bool:
+    found = [index for index in tree_flatten(indices)[0] if isinstance(index, torch.Tensor)]
+    return any(index.dtype in (torch.bool, torch.uint8) for index in found)
+
+
+def _scatters(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether values are put where a mask is true, which counts the true ones; one value for all does not."""
+    return _name(func).startswith(("index_put", "_index_put")) and _has_mask(args[1]) and args[2].numel() != 1
 
 
 def _fixed_after_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    name = func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else str(func)
-    if name in ("index", "index_put", "index_put_", "_unsafe_index"):
-        indices = [index for index in tree_flatten(args[1])[0] if isinstance(index, torch.Tensor)]
-        return all(index.dtype not in (torch.bool, torch.uint8) for index in indices)
+    name = _name(func)
+    if name in ("index", "_unsafe_index"):
+        return not _has_mask(args[1])
     if name == "repeat_interleave":
         return kwargs.get("output_size") is not None
     return False
@@ -136,8 +164,8 @@ def _fixed_after_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 class OperatorRecorder(CaptureChecks):
     """Records the operators of a block below autograd, so that ``replay()`` runs them again on the same tensors."""
 
-    def __init__(self, context: ThreadContext) -> None:
-        super().__init__(context.generator)
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__(generator)
         self.draws = True
         self._calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], tuple[torch.Tensor, ...]]] = []
 

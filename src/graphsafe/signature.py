@@ -35,6 +35,7 @@ class Call:
         key: hashable; equal for calls that one graph may serve.
         slots: addresses of the inputs that are read in place: a graph for each of them.
         training: the modules' train/eval flags.
+        mode: all of the key but what the tensors are like.
     """
 
     key: tuple[object, ...]
@@ -43,6 +44,7 @@ class Call:
     spec: private.TreeSpec
     leaves: tuple[Any, ...]
     training: tuple[bool, ...]
+    mode: tuple[object, ...]
 
     def summary(self) -> str:
         """The signature in words, for messages."""
@@ -68,7 +70,7 @@ def read_call(arguments: Any, device: torch.device, modules: Sequence[torch.nn.M
         GraphsafeError: an argument that is no tensor cannot be hashed.
     """
     leaves, spec = private.tree_flatten(arguments)
-    described: list[object] = []
+    described: list[tuple[object, ...]] = []
     tensors: list[torch.Tensor] = []
     slots: list[int] = []
     for index, leaf in enumerate(leaves):
@@ -92,8 +94,9 @@ def read_call(arguments: Any, device: torch.device, modules: Sequence[torch.nn.M
         described.append((type(leaf), leaf))
     state = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), private.autocast_state(device.type))
     training = tuple(module.training for module in modules)
+    mode = (spec, tuple(part for part in described if len(part) == 2), state, training)
     key = (spec, tuple(described), state, training)
-    return Call(key, tuple(tensors), tuple(slots), spec, tuple(leaves), training)
+    return Call(key, tuple(tensors), tuple(slots), spec, tuple(leaves), training, mode)
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:

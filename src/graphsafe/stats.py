@@ -79,7 +79,7 @@ def stats() -> Stats:
     live, ended = all_counters()
     pools: dict[int, set[tuple[int, int]]] = {}
     for context, _ in live:
-        graphs = [r for r in list(context._resources) if isinstance(r, Graph)]
+        graphs = [r for r in context.resources() if isinstance(r, Graph)]
         pools[id(context)] = {graph.pool for graph in graphs if graph.pool is not None}
     wanted = set().union(*pools.values()) if pools else set()
     sizes = private.pool_bytes(wanted) if wanted and torch.cuda.is_initialized() else {}

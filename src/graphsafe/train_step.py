@@ -22,7 +22,7 @@ from . import gate, walk
 from .capture import Graph, capture_with_retries, checked_on_cpu
 from .compile_gate import CompileInCapture
 from .context import ThreadContext, active_contexts
-from .errors import GraphsafeWarning, NoContextError, ShapeMismatchError, require
+from .errors import GraphsafeError, GraphsafeWarning, NoContextError, ShapeMismatchError, require
 from .loop import Kind, Loop
 from .memory import Memory
 from .optimizers import OptimizerControl
@@ -40,6 +40,7 @@ class _Captured:
     leaves: list[Any]
     settings: list[dict[str, Any]]
     memory: Memory
+    present: tuple[torch.Tensor, ...]  # parameters that had a gradient before the call
 
 
 @dataclass
@@ -51,6 +52,7 @@ class _Plan:
     calls: int = 0
     kinds: set[Kind] = field(default_factory=set)  # that ran eagerly
     compiles: int = 0  # captures given up because a compile started
+    first: tuple[torch.Tensor, ...] = ()  # parameters that the first micro-batch gives a gradient
     captured: dict[tuple[Kind, tuple[int, ...]], _Captured] = field(default_factory=dict)
 
 
@@ -124,7 +126,7 @@ class TrainStep:
         self._plans: dict[object, _Plan] = {}
         self._position = 0  # micro-batches of the unfinished accumulation
         self._num_steps = 0
-        self._draws: dict[object, bool] = {}  # whether a call drew random numbers, by the modules' train/eval flags
+        self._draws: dict[object, bool] = {}  # whether a call drew random numbers, by all but its tensors
         self._warned = False
         self._pending_rng: torch.Tensor | None = None
 
@@ -145,6 +147,11 @@ class TrainStep:
         if gate.capturing() is not None:  # nested in an outer capture: part of its graph
             return self._advance(kind, self._loop.run(batch, kind))
         call = read_call(batch, self._device, self._modules)
+        if self._mode == "graph" and any(tensor.requires_grad for tensor in call.tensors):
+            raise GraphsafeError(
+                "A tensor of the batch requires grad. A graph reads its own copy of it, so no gradient would reach the "
+                "tensor: detach() it, or reach what is trained through loss_fn, or use mode='eager'."
+            )
         plan = self._plan(call, context)
         if self._mode == "eager" or not plan.admitted:
             return self._eager(context, plan, call, batch, kind)
@@ -154,8 +161,8 @@ class TrainStep:
                 self._forget()
                 return self._eager(context, plan, call, batch, kind)
             self._control.check_settings(known.settings)
-            if self._loop.gradients_ready(kind):
-                return self._replay(context, known, call, kind)
+            if self._loop.gradients_ready(kind) and _same(self._loop.with_gradient(), known.present):
+                return self._replay(context, plan, known, call, kind)
         warm = plan.calls >= self._num_warmup_iters and kind in plan.kinds and self._num_steps > 0
         if known is not None or not warm or not self._loop.gradients_ready(kind):
             return self._eager(context, plan, call, batch, kind)
@@ -186,19 +193,11 @@ class TrainStep:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the model's weights: optimizer, scaler, accumulated gradients, counters, RNG. It pickles."""
-        parameters = self._control.parameters
-        gradients = (
-            [None if p.grad is None else p.grad.detach().clone() for p in parameters] if self._position else None
-        )
-        generator = None if self._context is None else self._context.generator.get_state()
-        return {
-            "optimizer": self._optimizer.state_dict(),
-            "scaler": None if self._scaler is None else self._scaler.state_dict(),
-            "gradients": gradients,
-            "position": self._position,
-            "num_steps": self._num_steps,
-            "generator": generator,
-        }
+        generator = self._pending_rng
+        if generator is None and self._context is not None:
+            generator = self._context.generator.get_state()
+        counters = {"position": self._position, "num_steps": self._num_steps, "generator": generator}
+        return self._loop.state_dict(with_gradients=self._position > 0) | counters
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state_dict()``'s value; the model's weights are loaded by the caller.
@@ -208,17 +207,8 @@ class TrainStep:
         """
         missing = {"optimizer", "scaler", "gradients", "position", "num_steps", "generator"} - set(state)
         require(not missing, f"The state lacks {sorted(missing)}; it is what TrainStep.state_dict() returned.")
-        parameters, gradients = self._control.parameters, state["gradients"]
-        fits = gradients is None or len(gradients) == len(parameters)
-        require(fits, "The state's gradients belong to a model with another number of parameters.")
-        self._optimizer.load_state_dict(state["optimizer"])
-        if self._scaler is not None and state["scaler"] is not None:
-            self._scaler.load_state_dict(state["scaler"])
-        self._control.prepare()
+        self._loop.load_state_dict(state)
         self._forget()
-        for index, parameter in enumerate(parameters):
-            gradient = None if gradients is None else gradients[index]
-            parameter.grad = None if gradient is None else gradient.detach().clone().to(parameter.device)
         self._position, self._num_steps = int(state["position"]), int(state["num_steps"])
         if state["generator"] is not None:
             self._pending_rng = state["generator"]
@@ -265,12 +255,14 @@ class TrainStep:
         return plan
 
     def _eager(self, context: ThreadContext, plan: _Plan, call: Call, batch: tuple[Any, ...], kind: Kind) -> Any:
-        draws = self._draws.get(call.training)
+        draws = self._draws.get(call.mode)
         with context.seat(exclusive=draws is not False):
             before = context.drawn() if draws is None else None
             result = self._loop.run(batch, kind)
             if draws is None:
-                self._draws[call.training] = context.drawn() != before
+                self._draws[call.mode] = context.drawn() != before
+        if kind == "first" and kind not in plan.kinds:
+            plan.first = self._loop.with_gradient()
         plan.calls += 1
         plan.kinds.add(kind)
         context.counters.eager_steps += 1
@@ -285,7 +277,7 @@ class TrainStep:
     # capture and replay
 
     def _capture(self, context: ThreadContext, plan: _Plan, call: Call, batch: tuple[Any, ...], kind: Kind) -> Any:
-        self._loop.make_buffers()
+        self._loop.make_buffers(plan.first)
         inputs = StaticInputs(call)
         inputs.load(call)
         self._control.refresh_lr()
@@ -294,9 +286,11 @@ class TrainStep:
             return self._check_on_cpu(context, plan, call, inputs, arguments, kind)
         gradients = [p.grad for p in self._control.parameters]
         known_state, undo = set(self._optimizer.state), self._loop.undo(self._modules)
+        present = self._loop.with_gradient()
+        before = walk.tensors(self._roots)  # what the step rebinds, its kernels read all the same
 
         def body() -> Any:
-            self._loop.begin(kind)
+            self._loop.begin(kind, plan.first)
             return self._loop.run(arguments, kind)
 
         try:
@@ -305,59 +299,69 @@ class TrainStep:
             plan.compiles += 1
             if plan.compiles > 1:
                 raise
-            return self._eager(context, plan, call, batch, kind)  # compiles outside the capture
+            return self._eager(context, plan, call, arguments, kind)  # compiles outside the capture, for these inputs
+        plan.compiles = 0
         if set(self._optimizer.state) != known_state or self._loop.stray_gradients():
             # State or a gradient made inside the capture would be made anew by every replay.
             graph.close()
             undo()
             return self._eager(context, plan, call, batch, kind)
-        captured = self._remember(plan, call, inputs, graph, result, kind)
-        graph.keep(self._roots, inputs.tensors, gradients, self._control.lr_tensors)
+        captured = self._remember(plan, call, inputs, graph, result, kind, present)
+        graph.keep(before, self._roots, inputs.tensors, gradients, self._control.lr_tensors)
         graph.keep(self._loop.static_gradients, self._loop.norm_buffer)
-        return self._replay(context, captured, call, kind, loaded=True)
+        return self._replay(context, plan, captured, call, kind, loaded=True)
 
     def _remember(
-        self, plan: _Plan, call: Call, inputs: StaticInputs, graph: Graph | None, result: Any, kind: Kind
+        self,
+        plan: _Plan,
+        call: Call,
+        inputs: StaticInputs,
+        graph: Graph | None,
+        result: Any,
+        kind: Kind,
+        present: tuple[torch.Tensor, ...],
     ) -> _Captured:
         leaves, spec = private.tree_flatten(result)
         memory = Memory.of(self._modules, self._optimizer, with_gradients=not self._set_to_none)
-        captured = _Captured(inputs, graph, spec, leaves, self._control.settings(), memory)
+        captured = _Captured(inputs, graph, spec, leaves, self._control.settings(), memory, present)
         plan.captured[(kind, call.slots)] = captured
         return captured
 
     def _check_on_cpu(
         self, context: ThreadContext, plan: _Plan, call: Call, inputs: StaticInputs, arguments: Any, kind: Kind
     ) -> Any:
-        undo = self._loop.undo(self._modules)
+        undo, present = self._loop.undo(self._modules), self._loop.with_gradient()
         try:
             with checked_on_cpu(context):
-                self._loop.begin(kind)
+                self._loop.begin(kind, plan.first)
                 result = self._loop.forward_backward(arguments)
         except BaseException:
             undo()
             raise
         if kind in ("whole", "last"):
-            with context.seat(exclusive=self._draws.get(call.training) is not False):
+            with context.seat(exclusive=self._draws.get(call.mode) is not False):
                 self._loop.finish()
-        captured = self._remember(plan, call, inputs, None, result, kind)
+        captured = self._remember(plan, call, inputs, None, result, kind, present)
         captured.leaves = [x.clone() if isinstance(x, torch.Tensor) else x for x in captured.leaves]
         return self._advance(kind, self._give_out(captured))
 
-    def _replay(self, context: ThreadContext, captured: _Captured, call: Call, kind: Kind, loaded: bool = False) -> Any:
+    def _replay(
+        self, context: ThreadContext, plan: _Plan, captured: _Captured, call: Call, kind: Kind, loaded: bool = False
+    ) -> Any:
         if not loaded:
             captured.inputs.load(call)
         if captured.graph is None:
-            return self._replay_on_cpu(context, captured, call, kind)
+            return self._replay_on_cpu(context, plan, captured, call, kind)
         self._control.refresh_lr()
         captured.graph.replay()
-        self._loop.show_gradients(kind)
+        self._loop.show_gradients(kind, plan.first)
         if kind in ("whole", "last") and self._loop.norm is not None:
             self._loop.norm = self._loop.norm_buffer
         return self._advance(kind, self._give_out(captured))
 
-    def _replay_on_cpu(self, context: ThreadContext, captured: _Captured, call: Call, kind: Kind) -> Any:
-        with context.seat(exclusive=self._draws.get(call.training) is not False):
-            self._loop.begin(kind)
+    def _replay_on_cpu(self, context: ThreadContext, plan: _Plan, captured: _Captured, call: Call, kind: Kind) -> Any:
+        with context.seat(exclusive=self._draws.get(call.mode) is not False):
+            self._loop.begin(kind, plan.first)
             result = self._loop.run(call.with_tensors(captured.inputs.tensors), kind)
         leaves = private.tree_flatten(result)[0]
         with torch.no_grad():
@@ -384,3 +388,7 @@ class TrainStep:
             plan.captured.clear()
         self._loop.static_gradients = {}
         self._control.prepare()
+
+
+def _same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -41,6 +41,11 @@ def _function_parts(fn: types.FunctionType) -> Iterator[Any]:
     yield from vars(fn).values()
 
 
+def _not_leaves(items: Iterable[Any]) -> Iterator[Any]:
+    """Most of a large container are plain values: they are not even looked at twice."""
+    return (item for item in tuple(items) if not isinstance(item, _LEAVES))
+
+
 def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
     try:
         return tensor.grad if tensor.is_leaf else None
@@ -50,10 +55,10 @@ def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def _parts(item: Any) -> Iterator[Any]:
     if isinstance(item, dict):
-        yield from item.keys()
-        yield from item.values()
+        yield from _not_leaves(item.keys())
+        yield from _not_leaves(item.values())
     elif isinstance(item, list | tuple | set | frozenset):
-        yield from item
+        yield from _not_leaves(item)
     elif isinstance(item, types.FunctionType):
         yield from _function_parts(item)
     elif isinstance(item, types.MethodType):
@@ -86,19 +91,18 @@ def _parts(item: Any) -> Iterator[Any]:
             yield call
 
 
-def reachable(*roots: Any, kind: type | tuple[type, ...] = torch.Tensor, limit: int = 200_000) -> list[Any]:
+def reachable(*roots: Any, kind: type | tuple[type, ...] = torch.Tensor) -> list[Any]:
     """The objects of a type that ``roots`` reach, each once, in the order found.
 
     Args:
         roots: any objects: functions, modules, optimizers, containers.
         kind: the type, or types, to collect.
-        limit: how many objects to look at before it stops looking further.
     """
     found: list[Any] = []
     seen: set[int] = set()
     pending: list[Any] = list(reversed(roots))
     keep: list[Any] = []  # temporaries stay alive, so that their ids stay theirs
-    while pending and len(seen) < limit:
+    while pending:
         item = pending.pop()
         if isinstance(item, _LEAVES) or id(item) in seen:
             continue

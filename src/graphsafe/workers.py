@@ -22,6 +22,7 @@ import torch
 
 from . import gate, walk
 from .context import ThreadContext, active_contexts, draw_seed, resolve_device
+from .deadlines import timeout_s
 from .errors import GraphsafeError
 
 P = ParamSpec("P")
@@ -74,10 +75,11 @@ class Worker(Generic[T]):
         self._end_events: list[torch.cuda.Event] = []
         self._on_end = on_end
         self._arguments = (args, kwargs)
-        handed = walk.tensors(args, kwargs)
+        handed = walk.tensors(args, kwargs, fn)
         sources = _cuda_devices(handed) | {c.device for c in active_contexts() if c.device.type == "cuda"}
         if self.device.type == "cuda":
             sources.add(self.device)
+        self._sources = sorted(sources, key=str)
         self._start_events = [stream.record_event() for stream in _current_streams(sources)]
         run_in = contextvars.copy_context().run
         self._thread = threading.Thread(target=run_in, args=(self._main, fn, handed, seed), name=name, daemon=daemon)
@@ -91,10 +93,11 @@ class Worker(Generic[T]):
         events: list[torch.cuda.Event] = []
         try:
             with ThreadContext(self.device, seed=seed, name=self.name) as context:
-                if context.stream is not None:
+                for source in self._sources:  # on the context's device its stream, elsewhere this thread's current one
+                    stream = torch.cuda.current_stream(source)
                     for event in self._start_events:
-                        context.stream.wait_event(event)
-                    _record(handed, context.device, context.stream)
+                        stream.wait_event(event)
+                    _record(handed, source, stream)
                 handed.clear()
                 value = fn(*args, **kwargs)
                 if torch.cuda.is_initialized():
@@ -259,8 +262,14 @@ class WorkerGroup:
             late = self.timeout is not None and stopped_at is not None and time.monotonic() - stopped_at >= self.timeout
             return late or all(worker.done() for worker in self._workers)
 
+        next_report = time.monotonic() + timeout_s()
         with gate.released(), self._changed:
             while not ended():
+                if time.monotonic() >= next_report:
+                    next_report += timeout_s()
+                    running = [worker for worker in self._workers if not worker.done()]
+                    stacks = "\n".join(f"{worker.name}:\n{worker.stack()}" for worker in running)
+                    gate.logger.warning("A WorkerGroup still waits for %d workers.\n%s", len(running), stacks)
                 # Once stop is set the wait is bounded; before, a worker's end or the poll for stop wakes it.
                 left = (
                     None if stopped_at is None or self.timeout is None else stopped_at + self.timeout - time.monotonic()

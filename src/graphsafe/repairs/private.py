@@ -17,6 +17,11 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 __all__ = ["DispatchMode", "TreeSpec", "tree_flatten", "tree_unflatten"]
 
 
+def same_generator(one: torch.Generator, other: torch.Generator) -> bool:
+    """Whether two objects stand for one generator: what reaches a dispatch mode is an object of its own."""
+    return bool(one._cdata == other._cdata)  # type: ignore[attr-defined]
+
+
 def default_generator(device: torch.device) -> torch.Generator:
     """The generator that random operators on ``device`` use when they are given none."""
     if device.type == "cpu":
@@ -47,9 +52,20 @@ def clear_cublas_workspaces() -> None:
         clear()
 
 
-def close_failed_capture(device_index: int, pool: tuple[int, int]) -> None:
-    """Take out the allocator's filter and pool use that ``capture_end`` leaves behind when it fails (torch <= 2.13)."""
-    torch._C._cuda_endAllocateToPool(device_index, pool)
+_abandoned: list[torch.cuda.CUDAGraph] = []  # kept for good: torch may still hold a pointer to each
+
+
+def close_failed_capture(graph: torch.cuda.CUDAGraph, device_index: int, pool: tuple[int, int]) -> None:
+    """Take out the allocator's filter and pool use that a failed ``capture_end`` leaves behind (torch <= 2.13).
+
+    The allocator of pinned memory keeps a filter of its own, which points to the graph: so the graph is never freed. It
+    also takes the pool's id for one that still captures: so that id must not be captured into again.
+    """
+    _abandoned.append(graph)
+    try:
+        torch._C._cuda_endAllocateToPool(device_index, pool)
+    except RuntimeError:  # this torch has cleaned up itself
+        return
     torch._C._cuda_releasePool(device_index, pool)
 
 
