@@ -230,3 +230,74 @@ GLOBAL = torch.zeros(3)
 
 def reads_global() -> torch.Tensor:
     return GLOBAL + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "operation"),
+    [
+        ("tolist", lambda x: x.tolist()),
+        ("numpy", lambda x: x.detach().numpy()),
+        ("repr", lambda x: repr(x)),
+        ("format", lambda x: f"{x.sum()}"),
+        ("masked put", lambda x: x.index_put_((x > 0,), x[:3].sum().expand(3))),
+    ],
+)
+def test_capture_refuses_reads_that_no_operator_shows(name: str, operation) -> None:
+    x = torch.tensor([1.0, 2.0, 3.0, -1.0])
+    with gs.thread_context("cpu"), pytest.raises(gs.CaptureError) as caught, gs.capture():
+        operation(x)
+    assert "test_capture.py" in str(caught.value.location)
+
+
+def test_capture_allows_one_value_where_a_mask_is_true() -> None:
+    x = torch.tensor([1.0, -2.0])
+    with gs.thread_context("cpu"):
+        with gs.capture() as graph:
+            x[x < 0] = 0.0
+        x.copy_(torch.tensor([-5.0, 6.0]))
+        graph.replay()
+    assert x.tolist() == [0.0, 6.0]
+
+
+def test_capture_takes_the_default_generator_by_name_and_refuses_the_contexts() -> None:
+    with gs.thread_context("cpu") as context:
+        with gs.capture():
+            torch.rand(2, generator=torch.default_generator)
+        with pytest.raises(gs.CaptureError, match="generator"), gs.capture():
+            torch.rand(2, generator=context.generator)
+
+
+def test_graph_keeps_alive_what_its_block_rebinds() -> None:
+    with gs.thread_context("cpu"):
+        x = torch.ones(3)
+        old = weakref.ref(x)
+        with gs.capture() as graph:
+            x = x * 2
+        graph._recorder = None  # a CUDA graph holds no tensor itself
+        gc.collect()
+        assert old() is not None and x is not None
+        graph.reset()
+        gc.collect()
+        assert old() is None
+
+
+def test_stats_can_be_asked_while_graphs_come_and_go() -> None:
+    def work(i: int) -> None:
+        if i == 0:
+            for _ in range(300):
+                gs.stats()
+            return
+        with gs.thread_context("cpu"):
+            for _ in range(100):
+                with gs.capture():
+                    pass
+
+    run_threads(4, work, DEADLINE_S)
+
+
+def test_walk_looks_into_everything_however_large() -> None:
+    hidden = torch.zeros(1)
+    many: list[object] = [object() for _ in range(300_000)]
+    layer = nn.Linear(2, 2)
+    many += [hidden, layer]
+    assert any(t is hidden for t in walk.tensors(many)) and walk.modules(many) == [layer]

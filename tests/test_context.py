@@ -199,3 +199,26 @@ def test_seeding_reaches_the_default_generator_while_another_thread_draws_from_i
     found = torch.rand(4)
     torch.manual_seed(1234)
     assert torch.equal(found, torch.rand(4))
+
+
+def test_eager_keeps_what_the_contexts_generator_was_drawn_from_by_name() -> None:
+    with gs.thread_context("cpu", seed=3) as context:
+        numbers = []
+        for _ in range(3):
+            with context.eager():
+                numbers.append(torch.rand((), generator=context.generator).item())
+        assert len(set(numbers)) == 3
+        assert context.counters.eager_steps == 3
+
+
+def test_eager_block_made_outside_a_task_may_be_entered_in_it() -> None:
+    import asyncio
+
+    async def main(block) -> None:
+        with block:
+            pass
+
+    with gs.thread_context("cpu") as context:
+        asyncio.run(main(context.eager()))
+        with context.eager():
+            pass

@@ -36,6 +36,7 @@ LAYERS = (
     "steps",
     "buffers",
     "recording",
+    "collector",
     "capture",
     "signature",
     "optimizers",

@@ -419,3 +419,100 @@ def test_train_step_frees_its_graphs_memory_with_its_context() -> None:
             for batch in batches(4):
                 step(*batch)
             assert context.counters.eager_steps >= 1 and context.counters.captures == 1
+
+
+@pytest.mark.parametrize("change", ["frozen", "submodule"])
+def test_train_step_sees_a_frozen_parameter_and_a_replaced_module(change: str) -> None:
+    def run(mode: str) -> list[torch.Tensor]:
+        net = model(dropout=0.0)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        step = gs.TrainStep(loss_of(net), optimizer, model=net, mode=mode, num_warmup_iters=1)
+        with gs.thread_context("cpu") as context:
+            for i, batch in enumerate(batches(8)):
+                if i == 4 and change == "frozen":
+                    net[0].weight.requires_grad_(False)
+                if i == 4 and change == "submodule":
+                    net[2] = nn.Tanh()
+                step(*batch)
+            if mode == "graph":
+                assert context.counters.captures == 2
+        return [p.detach().clone() for p in net.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(run("eager"), run("graph"), strict=True))
+
+
+def test_train_step_accumulation_of_signatures_that_reach_different_parameters_equals_eager() -> None:
+    def run(mode: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        left, right = nn.Linear(4, 4), nn.Linear(4, 4)
+        parameters = [*left.parameters(), *right.parameters()]
+        optimizer = torch.optim.AdamW(parameters, lr=1e-1, weight_decay=0.5)
+
+        def loss_fn(x: torch.Tensor, both: bool) -> torch.Tensor:
+            out = left(x)
+            return (right(out) if both else out).square().mean()
+
+        step = gs.TrainStep(loss_fn, optimizer, accumulate=2, mode=mode, num_warmup_iters=1, max_graphs=8)
+        generator = torch.Generator().manual_seed(5)
+        pattern = [(True, True), (False, False), (True, False), (False, True)] * 6
+        with gs.thread_context("cpu") as context:
+            for pair in pattern:
+                for both in pair:
+                    step(torch.randn(3, 4, generator=generator), both)
+            if mode == "graph":
+                assert context.counters.replays > 0
+        return [p.detach().clone() for p in parameters]
+
+    assert all(torch.equal(a, b) for a, b in zip(run("eager"), run("graph"), strict=True))
+
+
+def test_train_step_notes_for_each_kind_of_call_whether_it_draws() -> None:
+    def run(neighbour: bool) -> float:
+        net = model(dropout=0.0)
+
+        def loss_fn(x: torch.Tensor, y: torch.Tensor, p: float) -> torch.Tensor:
+            return ((nn.functional.dropout(net(x), p) - y) ** 2).mean()
+
+        step = gs.TrainStep(loss_fn, torch.optim.AdamW(net.parameters()), mode="eager")
+        with gs.thread_context("cpu", seed=5):
+            step(*batches(1)[0], 0.0)  # draws nothing
+            if neighbour:
+                torch.rand(11)
+            return step(*batches(1)[0], 0.5).item()  # does
+
+    assert run(False) == run(True)
+
+
+def test_train_step_input_that_requires_grad_is_an_error_before_anything_is_trained() -> None:
+    net = model()
+    step = gs.TrainStep(loss_of(net), torch.optim.AdamW(net.parameters()))
+    x, y = batches(1)[0]
+    with gs.thread_context("cpu"), pytest.raises(gs.GraphsafeError, match="requires grad"):
+        step(x.requires_grad_(), y)
+
+
+def test_train_step_state_keeps_its_rng_until_the_first_call_and_refuses_another_optimizers() -> None:
+    net = model()
+    step = gs.TrainStep(loss_of(net), torch.optim.AdamW(net.parameters()))
+    with gs.thread_context("cpu", seed=4):
+        step(*batches(1)[0])
+        state = step.state_dict()
+    other = gs.TrainStep(loss_of(net), torch.optim.AdamW(net.parameters()))
+    other.load_state_dict(state)
+    assert torch.equal(other.state_dict()["generator"], state["generator"])
+    small = nn.Linear(2, 2)
+    with pytest.raises(gs.GraphsafeError, match="does not fit"):
+        gs.TrainStep(lambda x: small(x).sum(), torch.optim.AdamW(small.parameters())).load_state_dict(state)
+
+
+def test_train_step_learning_rate_that_becomes_a_tensor_is_seen() -> None:
+    net = model()
+    groups = [{"params": net[0].parameters(), "lr": torch.tensor(1e-3)}, {"params": net[3].parameters(), "lr": 1e-2}]
+    optimizer = torch.optim.AdamW(groups)
+    step = gs.TrainStep(loss_of(net), optimizer, num_warmup_iters=1)
+    with gs.thread_context("cpu"):
+        for batch in batches(4):
+            step(*batch)
+        optimizer.param_groups[1]["lr"] = torch.tensor(1e-2)
+        with pytest.raises(gs.GraphsafeError, match="'lr'"):
+            step(*batches(1)[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import gc
 import threading
 
 import pytest
@@ -175,3 +176,69 @@ def test_group_spawn_outside_its_block_is_an_error() -> None:
         group.spawn(print, device="cpu")
     with pytest.raises(gs.GraphsafeError, match="once"):
         group.__enter__()
+
+
+def test_worker_failure_is_named_and_said_where_nobody_asks(caplog: pytest.LogCaptureFixture) -> None:
+    def fails() -> None:
+        raise ValueError("unheard")
+
+    worker = gs.spawn(fails, device="cpu", name="alice")
+    worker._thread.join(DEADLINE_S)
+    assert "alice" in repr(worker) and "failed" in repr(worker)
+    del worker
+    gc.collect()
+    assert "alice" in caplog.text and "unheard" in caplog.text
+    caplog.clear()
+    with pytest.raises(ExceptionGroup) as caught, gs.WorkerGroup(timeout=DEADLINE_S) as group:
+        group.spawn(fails, device="cpu", name="bob")
+    assert "bob" in str(caught.value.exceptions[0].__notes__)
+    assert "bob" in caplog.text  # at once, before the others have ended
+
+
+def test_group_without_a_timeout_logs_whom_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("GRAPHSAFE_TIMEOUT_S", "0.05")
+    monkeypatch.setattr(gs.gate, "POLL_S", 0.01)
+    release = threading.Event()
+
+    def the_late_one() -> None:
+        while "the_late_one" not in caplog.text:
+            release.wait(0.01)
+
+    with gs.WorkerGroup() as group:
+        group.spawn(the_late_one, device="cpu")
+    assert "still waits for 1 workers" in caplog.text
+
+
+def test_spawn_inside_a_capture_is_an_error() -> None:
+    with gs.thread_context("cpu"), gs.capture(), pytest.raises(gs.GraphsafeError, match="inside a capture"):
+        gs.spawn(print, device="cpu")
+
+
+def test_spawn_does_not_draw_its_seed_from_another_threads_generator() -> None:
+    drew, go_on = threading.Event(), threading.Event()
+    numbers: list[torch.Tensor] = []
+
+    def worker() -> None:
+        with gs.current_context().eager():
+            numbers.append(torch.rand(2))
+            drew.set()  # 1: its generator stands in for the default one
+            assert go_on.wait(DEADLINE_S)
+            numbers.append(torch.rand(2))
+
+    with gs.thread_context("cpu", seed=3) as context, context.eager():
+        expected = [torch.rand(2), torch.rand(2)]
+    torch.manual_seed(21)
+    first = torch.randint(2**63 - 1, ())
+    torch.manual_seed(21)
+    one = gs.spawn(worker, device="cpu", seed=3)
+    assert drew.wait(DEADLINE_S)
+    seeds: list[int] = []
+    spawner = threading.Thread(target=lambda: seeds.append(gs.context.draw_seed()), daemon=True)
+    spawner.start()  # 2: wants a seed, and has to wait
+    go_on.set()  # 3
+    one.result(DEADLINE_S)
+    spawner.join(DEADLINE_S)
+    assert all(torch.equal(a, b) for a, b in zip(numbers, expected, strict=True))
+    assert seeds == [int(first)]

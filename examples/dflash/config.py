@@ -8,6 +8,7 @@ Guarantees:
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +129,11 @@ class Config:
         return self.out / "drafter.safetensors"
 
     @property
+    def split_path(self) -> Path:
+        """Where train notes which prompts it has left out."""
+        return self.out / "split.json"
+
+    @property
     def training_path(self) -> Path:
         """The conversations that train reads."""
         return self.answers_path if self.regenerate else self.data
@@ -182,6 +188,7 @@ def _validate(config: Config) -> None:
     require(
         config.token_budget > config.block_size, "token_budget", f"above the block size, which is {config.block_size}"
     )
+    require(config.num_anchors <= config.token_budget, "num_anchors", "at most the token budget: an anchor is a token")
     require(
         config.min_acceptance <= config.block_size,
         "min_acceptance",
@@ -212,6 +219,25 @@ PRESETS: dict[str, Config] = {
     ),
     "smollm2": Config(preset="smollm2", out=Path("runs/smollm2")),
 }
+
+
+def note_split(config: Config) -> None:
+    """Write which prompts training has left out, for ``check_split``."""
+    config.out.mkdir(parents=True, exist_ok=True)
+    record = {"data": str(config.data.resolve()), "num_held_out": config.num_held_out}
+    config.split_path.write_text(json.dumps(record) + "\n")
+
+
+def check_split(config: Config) -> None:
+    """Raise InputError where the run was trained on some of the prompts that it would be evaluated on."""
+    if not config.split_path.is_file():
+        return
+    trained = json.loads(config.split_path.read_text())
+    if trained["data"] == str(config.data.resolve()) and config.num_held_out > trained["num_held_out"]:
+        raise InputError(
+            f"--num-held-out is {config.num_held_out}, but the drafter was trained with {trained['num_held_out']}. It "
+            "has seen some of these prompts: give evaluate the same --num-held-out as train, or less."
+        )
 
 
 def preset(name: str) -> Config:

@@ -231,7 +231,7 @@ def render(messages: Sequence[dict[str, str]], tokenizer: Any, *, add_generation
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Lines that are not blank, numbered from 1. Bytes that are no UTF-8 make their own line unusable, not the file."""
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
+        with path.open(encoding="utf-8-sig", errors="replace") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield number, line
@@ -244,15 +244,17 @@ def _messages(line: str) -> list[dict[str, str]]:
         record = json.loads(line)
     except json.JSONDecodeError as exc:
         raise ValueError(f"not JSON: {exc}") from exc
+    except RecursionError:
+        raise ValueError("JSON nested too deeply") from None
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list):
         raise ValueError('no list "messages"')
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
             raise ValueError("a message without text as its content")
-        if message.get("role") not in _ROLES:
+        if not isinstance(message.get("role"), str) or message["role"] not in _ROLES:
             raise ValueError(f"a message of the role {message.get('role')!r}")
-        if "\ufffd" in message["content"]:
+        if any(c == "\ufffd" or "\ud800" <= c <= "\udfff" for c in message["content"]):
             raise ValueError("not UTF-8")
     if not any(message["role"] == "user" for message in messages):
         raise ValueError("no message of the user")

@@ -27,7 +27,7 @@ import torch
 
 import graphsafe as gs
 
-from .config import Config, InputError
+from .config import Config, InputError, check_split
 from .data import Prompt, load_held_out_prompts
 from .decode import Decoded, decode, merge_decoded
 from .drafter import Drafter, load
@@ -141,7 +141,9 @@ class Evaluation:
         """One line."""
         reasons = []
         if self.acceptance < self.min_acceptance:
-            reasons.append(f"acceptance length {self.acceptance:.2f} is below {self.min_acceptance:.2f}")
+            reasons.append(
+                f"acceptance length {self.acceptance:.2f} is below --min-acceptance {self.min_acceptance:.2f}"
+            )
         if not self.lossless:
             reasons.append("decoding with drafts is not lossless")
         if reasons:
@@ -185,6 +187,7 @@ def main(config: Config) -> Evaluation:
     Raises:
         InputError: there is no drafter, it is another target's, or nothing is held out.
     """
+    check_split(config)
     device = torch.device(config.targets[0])
     drafter = _load_drafter(config, device)
     target = load_target(resolve_target(config.target), device, getattr(torch, config.dtype))

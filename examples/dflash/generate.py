@@ -60,7 +60,9 @@ def main(config: Config, *, say: Say = print) -> Path:
         dtype = getattr(torch, config.dtype)
         targets = [load_target(directory, device, dtype) for device in dict.fromkeys(config.targets)]
         path.parent.mkdir(parents=True, exist_ok=True)
+        torn = partial.is_file() and not partial.read_bytes().endswith(b"\n")  # the run before was killed while writing
         with partial.open("a", encoding="utf-8") as file:
+            file.write("\n" if torn else "")
             there.update(answer(targets, missing, config, file, say=say))
     else:
         say(f"regenerate: {path} holds the answers of this configuration already.")

@@ -38,31 +38,36 @@ class Need:
     lower: str
 
 
-def topology(config: Config) -> Topology:
+def topology(config: Config, *, must_exist: bool = True) -> Topology:
     """The devices of the run.
+
+    Args:
+        must_exist: whether they must be here; a plan may be for another machine.
 
     Raises:
         InputError: a device is not there, or cannot serve so many drafters.
     """
-    devices = Topology(_devices(config.targets, "--targets"), _devices(config.drafters, "--drafters"))
+    devices = Topology(
+        _devices(config.targets, "--targets", must_exist), _devices(config.drafters, "--drafters", must_exist)
+    )
     check_replica_devices(devices.drafters)
     for device in devices.drafters:
         mask_maker(config, device)
     return devices
 
 
-def _devices(names: Sequence[str], option: str) -> tuple[torch.device, ...]:
+def _devices(names: Sequence[str], option: str, must_exist: bool) -> tuple[torch.device, ...]:
     devices = []
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for name in names:
         device = torch.device(name)
         if device.type == "cuda":
             device = torch.device("cuda", device.index or 0)
-            if device.index >= num_gpus:
-                there = (
-                    f"cuda:0 to cuda:{num_gpus - 1}" if num_gpus > 1 else ("cuda:0" if num_gpus else "no CUDA device")
+            if must_exist and device.index >= num_gpus:
+                raise InputError(
+                    f"{option} names {device}, and torch sees {num_gpus} CUDA devices here. Name others, such as "
+                    f"{option} cpu, or take --preset demo."
                 )
-                raise InputError(f"{option} names {name}, but this machine has {there} (and cpu).")
         devices.append(device)
     return tuple(devices)
 
@@ -169,7 +174,8 @@ def estimate(config: Config, shape: TargetShape, parameters: int, devices: Topol
 def describe_needs(device: torch.device, needs: Sequence[Need]) -> str:
     """A device's needs as text, the largest first."""
     total = sum(need.num_bytes for need in needs)
-    have = f" of {torch.cuda.mem_get_info(device)[1] / GIB:.1f}" if device.type == "cuda" else ""
+    here = device.type == "cuda" and device.index < torch.cuda.device_count()
+    have = f" of {torch.cuda.mem_get_info(device)[1] / GIB:.1f}" if here else ""
     lines = [f"{device}: about {total / GIB:.2f}{have} GiB"]
     for need in sorted(needs, key=lambda need: -need.num_bytes):
         lines.append(f"  {need.num_bytes / GIB:8.2f} GiB  {need.what} (lower: {need.lower})")
@@ -185,7 +191,7 @@ def _describe_step(config: Config, device: torch.device) -> str:
 
 def plan(config: Config) -> int:
     """The command. Returns its exit code."""
-    devices = topology(config)
+    devices = topology(config, must_exist=False)
     shape, parameters = read_shape(config)
     drafter = drafter_config(config, shape)
     slots = config.num_anchors * config.block_size

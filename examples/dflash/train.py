@@ -32,7 +32,7 @@ import graphsafe
 
 from . import batches as packing
 from . import drafter as drafters
-from .config import Config, InputError
+from .config import Config, InputError, note_split
 from .data import Document, load_training_documents
 from .drafter import Drafter, DrafterConfig
 from .features import FeatureSource
@@ -74,7 +74,19 @@ def train(config: Config) -> int:
     first = targets[devices.targets[0]]
     drafter = drafter_config(config, first.shape)
     documents = load_training_documents(config, first.tokenizer, drafter.mask_token_id)
+    keep_former(config)
+    note_split(config)
     return train_on(documents, targets, drafter, config, devices)
+
+
+def keep_former(config: Config) -> None:
+    """Rename a drafter that is there already, so that this run does not overwrite it."""
+    former = config.drafter_path
+    if former.is_file():
+        for path in (former, former.with_suffix(".json")):
+            if path.is_file():
+                path.replace(path.with_name(f"previous-{path.name}"))
+        print(f"the drafter of the last run is now {former.with_name(f'previous-{former.name}')}")
 
 
 def load_targets(path: Path, config: Config, devices: Topology) -> dict[torch.device, Target]:

@@ -69,6 +69,9 @@ class StaticBuffers(Mapping[str, Tensor]):
     def __init__(self, specs: Mapping[str, Spec], device: torch.device | str | int | None = None) -> None:
         if not specs:
             raise ValueError("StaticBuffers: there are no specs. Give one a tensor, such as {'x': Spec((8, 16))}.")
+        for name, spec in specs.items():
+            if not isinstance(spec, Spec):
+                raise ValueError(f"StaticBuffers: the spec of {name!r} is {spec!r}; it is a Spec(shape, dtype).")
         self.specs: dict[str, Spec] = dict(specs)
         self.device = resolve_device(device)
         on_cuda = self.device.type == "cuda"
@@ -161,6 +164,7 @@ class _Slot:
     def __init__(self, buffers: StaticBuffers) -> None:
         self.buffers = buffers
         self.events: list[torch.cuda.Event] = []
+        self.number = 0  # of the item it holds, in the order of hand-over
         self.known_streams: set[torch.cuda.Stream] = set()
 
     def record(self) -> None:
@@ -296,11 +300,12 @@ class BufferRing:
         with self._changed:
             if role == "produce":
                 done = done and not self._closed
+                slot.number = self._counts["produced"]
                 (self._ready if done else self._free).append(slot)
             elif done:
                 self._free.append(slot)
             else:
-                self._ready.appendleft(slot)
+                self._ready.insert(sum(other.number < slot.number for other in self._ready), slot)
             self._counts[f"{role}d" if done else "returned"] += 1
             self._changed.notify_all()
         return done

@@ -17,7 +17,6 @@ On the CPU a capture records the operators below autograd and a replay runs them
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
 import threading
 import time
@@ -29,8 +28,9 @@ from typing import Any
 import torch
 
 from . import gate, walk
-from .context import ThreadContext, current_context
-from .errors import CaptureError, GraphsafeError
+from .collector import collector_guard
+from .context import ThreadContext, active_contexts, current_context
+from .errors import CaptureError, GraphsafeError, NoContextError
 from .recording import CaptureChecks, HostReadChecks, OperatorRecorder, code_line, explain
 from .repairs import private
 
@@ -38,29 +38,6 @@ NUM_RETRIES = 3
 FIRST_PAUSE_S = 0.05  # between a capture that foreign work broke and the next; four times longer each time
 
 
-class _CollectorGuard:
-    """Keeps the garbage collector from running while anything captures; counts its users."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards the two below; taken alone
-        self._users = 0
-        self._was_enabled = False
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._users == 0:
-                self._was_enabled = gc.isenabled()
-                gc.disable()
-            self._users += 1
-
-    def __exit__(self, *exc_info: object) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users == 0 and self._was_enabled:
-                gc.enable()
-
-
-_collector_guard = _CollectorGuard()
 _NOT_THE_USERS = frozenset({__file__, contextlib.__file__})
 
 
@@ -168,7 +145,7 @@ class _Session:
     def run(self) -> Iterator[None]:
         """The block is captured. Raises what the block raised, or CaptureError where the capture itself broke."""
         context = self._context
-        with context.gate.capture(counters=context.counters), _collector_guard, torch.cuda.stream(context.stream):
+        with context.gate.capture(counters=context.counters), collector_guard, torch.cuda.stream(context.stream):
             try:
                 with self._begun():
                     yield
@@ -269,6 +246,8 @@ class capture:
     def __enter__(self) -> Graph:
         if self._scope is not None:
             raise GraphsafeError("This capture() was entered before. Call capture() anew for each block.")
+        if not active_contexts():
+            raise NoContextError("capture()")
         context = current_context()
         if gate.capturing() is not None:
             raise CaptureError("A capture was begun inside a capture of the same thread.", cure="End the first one.")
@@ -320,15 +299,15 @@ def _reach(frame: FrameType) -> tuple[dict[str, Any], dict[str, Any]]:
 @contextmanager
 def _alone_on_cpu(context: ThreadContext) -> Iterator[None]:
     """The CPU's part of a capture: alone on the device, with the context's generator, which a failure puts back."""
-    before = context.generator.get_state()
     scope = context.gate.capture(counters=context.counters, on_take=context.swap_in, on_give=context.swap_out)
-    try:
-        with scope, _collector_guard:
+    with scope, collector_guard:
+        before = context.rng_state()
+        try:
             yield
-    except BaseException:
-        context.generator.set_state(before)
-        context.counters.failed_captures += 1
-        raise
+        except BaseException:
+            context.set_rng_state(before)
+            context.counters.failed_captures += 1
+            raise
     context.counters.captures += 1
 
 

@@ -10,6 +10,7 @@ Importing it plugs the gate into the repairs.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -88,5 +89,15 @@ def _seat_scope(device_index: int | None) -> Iterator[None]:
         yield
 
 
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.RLock()
+    gate.compiling.clear()
+    for one in gate.all_gates():
+        one.forget_other_threads()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 hooks.compile_scope = _compile_scope
 hooks.seat_scope = _seat_scope

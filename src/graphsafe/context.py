@@ -25,6 +25,7 @@ from .gate import Counters, DeviceGate, Scope
 from .repairs import private
 
 _SEED_BOUND = 2**63 - 1
+MAX_ENDED = 1000  # names of ended contexts that statistics keep apart
 
 
 class Resource(Protocol):
@@ -101,7 +102,7 @@ class ThreadContext:
         self._resources: weakref.WeakSet[Resource] = weakref.WeakSet()
         self._seeder = torch.Generator()  # seeds of contexts made below this one
         self._saved: torch.Generator | torch.Tensor | None = None
-        self._swapped_in = torch.empty(0)  # on the CPU: the state that stands in for the default generator's
+        self._swapped_in = b""  # on the CPU: the state that stands in for the default generator's
         self._exit: ExitStack | None = None
         self._ident = 0
         self._closed = False
@@ -146,6 +147,8 @@ class ThreadContext:
 
     def __exit__(self, *exc_info: object) -> None:
         self.check_thread("The context")
+        if exc_info and exc_info[0] is not None:
+            gate.abandon(self.gate)  # an interrupt may have come between taking a seat and knowing of it
         if gate.capturing() is not None:
             raise GraphsafeError("A thread context was left inside a capture. End the capture first.")
         assert self._exit is not None
@@ -156,7 +159,10 @@ class ThreadContext:
             _per_thread.contexts.remove(self)
             with _registry_lock:
                 _live.remove(self)
-                _ended.setdefault((self.name, str(self.device)), Counters()).add(self.counters)
+                key = (self.name, str(self.device))
+                if key not in _ended and len(_ended) >= MAX_ENDED:
+                    key = ("(others)", str(self.device))
+                _ended.setdefault(key, Counters()).add(self.counters)
             self._exit.close()
 
     def _destroy_graphs(self) -> None:
@@ -246,8 +252,9 @@ class ThreadContext:
         default = private.default_generator(self.device)
         if self.device.type == "cpu":
             self._saved = default.get_state()
-            self._swapped_in = self.generator.get_state()
-            default.set_state(self._swapped_in)
+            state = self.generator.get_state()
+            self._swapped_in = private.state_bytes(state)
+            default.set_state(state)
         else:
             self._saved = default.graphsafe_get_state()
             default.graphsafe_set_state(self.generator)
@@ -258,18 +265,29 @@ class ThreadContext:
         self._saved = None
         if self.device.type == "cpu":
             assert isinstance(saved, torch.Tensor)
-            drawn, own = default.get_state(), self.generator.get_state()
-            if torch.equal(own, self._swapped_in) or not torch.equal(drawn, self._swapped_in):
+            drawn = default.get_state()
+            own = private.state_bytes(self.generator.get_state())
+            if own == self._swapped_in or private.state_bytes(drawn) != self._swapped_in:
                 self.generator.set_state(drawn)  # else it was drawn from by name, and is ahead
             default.set_state(saved)
         else:
             assert isinstance(saved, torch.Generator)
             default.graphsafe_set_state(saved)
 
+    def rng_state(self) -> torch.Tensor:
+        """The state of the context's generator, wherever it is now."""
+        standing_in = self._saved is not None and self.device.type == "cpu"
+        return (private.default_generator(self.device) if standing_in else self.generator).get_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Set the context's generator, wherever it is now."""
+        standing_in = self._saved is not None and self.device.type == "cpu"
+        (private.default_generator(self.device) if standing_in else self.generator).set_state(state)
+
     def drawn(self) -> object:
         """A value that changes whenever a number is drawn while the context's generator is swapped in."""
         if self.device.type == "cpu":
-            return bytes(private.default_generator(self.device).get_state().tolist())
+            return private.state_bytes(private.default_generator(self.device).get_state())
         return (self.generator.initial_seed(), self.generator.get_offset())
 
     def reseed(self, seed: int) -> None:

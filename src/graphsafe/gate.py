@@ -101,9 +101,10 @@ class DeviceGate:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.order = (device.type, -1 if device.index is None else device.index)
-        self._changed = threading.Condition(
-            threading.Lock()
-        )  # guards the two lists below; second in the order of locks
+        # Guards the two lists below; second in the order of locks. Taken as itself, not through the condition: that is
+        # Python code, which an interrupt could leave between taking the lock and knowing of it.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._holders: list[Hold] = []
         self._waiters: list[Hold] = []
 
@@ -130,35 +131,44 @@ class DeviceGate:
         return Scope(Hold(self, Kind.CAPTURE, on_take, on_give, counters or Counters()))
 
     def take(self, hold: Hold) -> None:
-        with self._changed:
-            # A capture goes ahead of all that are not captures; everything else queues at the end.
-            captures = sum(waiter.kind is Kind.CAPTURE for waiter in self._waiters)
-            self._waiters.insert(captures if hold.kind is Kind.CAPTURE else len(self._waiters), hold)
-            try:
-                self._wait(lambda: self._may_go(hold), f"waited for {hold.kind.value}", hold.counters)
-            finally:
-                self._waiters.remove(hold)
-                self._changed.notify_all()
-            hold.since = time.monotonic()
-            self._holders.append(hold)
-            hold.taken = True
         try:
+            with self._lock:
+                # A capture goes ahead of all that are not captures; everything else queues at the end.
+                captures = sum(waiter.kind is Kind.CAPTURE for waiter in self._waiters)
+                self._waiters.insert(captures if hold.kind is Kind.CAPTURE else len(self._waiters), hold)
+                try:
+                    self._wait(lambda: self._may_go(hold), f"waited for {hold.kind.value}", hold.counters)
+                finally:
+                    self._waiters.remove(hold)
+                    self._changed.notify_all()
+                hold.since = time.monotonic()
+                hold.taken = True
+                self._holders.append(hold)
             hold.on_take()
         except BaseException:
-            self._leave(hold)
+            self.leave(hold)
             raise
 
     def give(self, hold: Hold) -> None:
         try:
             hold.on_give()
         finally:
-            self._leave(hold)
+            self.leave(hold)
 
-    def _leave(self, hold: Hold) -> None:
-        with self._changed:
-            self._holders.remove(hold)
+    def leave(self, hold: Hold) -> None:
+        """Give a place back as it is. Does nothing where it is not held."""
+        with self._lock:
+            if hold in self._holders:
+                self._holders.remove(hold)
             hold.taken = False
             self._changed.notify_all()
+
+    def forget_other_threads(self) -> None:
+        """In a forked child, which has this thread alone: no other one holds or waits."""
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._holders = [hold for hold in self._holders if hold.ident == threading.get_ident()]
+        self._waiters = []
 
     def _may_go(self, hold: Hold) -> bool:
         shared = hold.kind is Kind.SHARED
@@ -226,10 +236,11 @@ class Scope:
             self._set_aside = _give_all([held for held in stack if held.gate.order >= hold.gate.order], stack)
         try:
             hold.gate.take(hold)
+            stack.append(hold)
         except BaseException:
+            _drop(hold, stack)
             _take_all(self._set_aside, stack)
             raise
-        stack.append(hold)
         if hold.kind is not Kind.CAPTURE:  # seats on other devices are taken again at once, in order; here's waits
             again = [held for held in self._set_aside if held is not self._outer]
             self._set_aside = [] if self._outer is None else [self._outer]
@@ -241,11 +252,11 @@ class Scope:
             return
         hold = self._hold
         stack, task, ident = hold.stack, current_task(), threading.get_ident()
-        if hold.taken:
-            stack.remove(hold)
-            hold.gate.give(hold)
-        _take_all(self._set_aside, stack)
-        self._set_aside = []
+        try:
+            _drop(hold, stack)
+        finally:
+            aside, self._set_aside = self._set_aside, []
+            _take_all(aside, stack)
         if ident != hold.ident or task is not hold.task:
             caller = threading.current_thread().name if ident != hold.ident else task_name(task)
             raise WrongThreadError(f"The seat on {hold.gate.device}", _owner(hold), caller)
@@ -255,13 +266,28 @@ def _owner(hold: Hold) -> str:
     return hold.thread_name if hold.task is None else task_name(hold.task)
 
 
+def _drop(hold: Hold, stack: list[Hold]) -> None:
+    """Give a place back, if it is held, and forget it."""
+    try:
+        if hold.taken:
+            hold.gate.give(hold)
+    finally:
+        if hold in stack:
+            stack.remove(hold)
+
+
+def abandon(gate: DeviceGate) -> None:
+    """Give back what this thread still holds at a gate, and forget it."""
+    for hold in [hold for hold in _per_thread.held if hold.gate is gate]:
+        _drop(hold, _per_thread.held)
+
+
 def _give_all(holds: list[Hold], stack: list[Hold] | None = None) -> list[Hold]:
     """Give seats back, innermost first; returns them in the order in which to take them again."""
     given = [hold for hold in holds if hold.taken]
     stack = holds if stack is None else stack
     for hold in reversed(given):
-        stack.remove(hold)
-        hold.gate.give(hold)
+        _drop(hold, stack)
     return sorted(given, key=lambda hold: hold.gate.order)
 
 

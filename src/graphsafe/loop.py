@@ -111,8 +111,10 @@ class Loop:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what ``state_dict()`` returned, or raise GraphsafeError before anything is loaded."""
         parameters, gradients = self.control.parameters, state["gradients"]
+        pairs = list(zip(parameters, gradients or (), strict=False))
         fits = gradients is None or len(gradients) == len(parameters)
-        require(fits, "The state's gradients belong to a model with another number of parameters.")
+        fits = fits and all(gradient is None or gradient.shape == parameter.shape for parameter, gradient in pairs)
+        require(fits, "The state's gradients are those of another model: their number or shapes differ.")
         alike = (self.scaler is None) == (state["scaler"] is None)
         require(alike, "One of the state and this TrainStep has a GradScaler and the other has none: make them alike.")
         try:
@@ -121,8 +123,7 @@ class Loop:
             raise GraphsafeError(f"The state's optimizer does not fit this one ({exc}). Nothing was loaded.") from exc
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
-        for index, parameter in enumerate(parameters):
-            gradient = None if gradients is None else gradients[index]
+        for parameter, gradient in pairs:
             parameter.grad = None if gradient is None else gradient.detach().clone().to(parameter.device)
 
     # gradients around a graph
@@ -185,7 +186,7 @@ class Loop:
         On CUDA that is what Python noted; nothing has run. On the CPU the capture is a call that really runs.
         """
         optimizer, scaler, norm = self.control.optimizer, self.scaler, self.norm
-        gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = [(p, p.grad) for p in self.control.parameters]
+        gradients = list(self.gradients(modules).items())
         known_state = set(optimizer.state)
         stages = None if scaler is None else private.scaler_stages(scaler)
         ran: list[tuple[torch.Tensor, torch.Tensor]] = []  # (tensor, its value)
@@ -208,7 +209,26 @@ class Loop:
 
         return take_back
 
-    def stray_gradients(self) -> bool:
-        """Whether a capture left a gradient outside the static ones, which its replays would make anew."""
-        static = self.static_gradients
-        return self.set_to_none and any(p.grad is not None and p not in static for p in self.control.parameters)
+    def gradients(self, modules: Sequence[torch.nn.Module]) -> dict[torch.Tensor, torch.Tensor | None]:
+        """The gradients of all parameters, those outside the optimizer too."""
+        others = [p for module in modules for p in module.parameters(recurse=False)]
+        return {p: p.grad for p in [*self.control.parameters, *others]}
+
+    def only(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether exactly these have a gradient now."""
+        present = self.with_gradient()
+        return len(present) == len(parameters) and all(a is b for a, b in zip(present, parameters, strict=True))
+
+    def stray_gradients(self, before: dict[torch.Tensor, torch.Tensor | None], kind: Kind) -> bool:
+        """Whether a capture left a gradient that its replays would make anew, in place of adding to it.
+
+        Args:
+            before: ``gradients()`` before the capture.
+        """
+        zeroed = set(self.control.parameters) if self.set_to_none and kind in ("whole", "last") else set()
+        for parameter, gradient in before.items():
+            expected = None if parameter in zeroed else gradient
+            now = parameter.grad
+            if now is not expected and (now is None or now is not self.static_gradients.get(parameter)):
+                return True
+        return False

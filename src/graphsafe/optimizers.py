@@ -125,17 +125,20 @@ class OptimizerControl:
     @contextmanager
     def lr_on_device(self) -> Iterator[None]:
         """Have the groups' learning rates be tensors for the length of a block, on CUDA."""
-        groups = self.optimizer.param_groups
-        numbers = [group["lr"] for group in groups]
-        if self.device.type == "cuda":
-            for index, group in enumerate(groups):
-                if not isinstance(group["lr"], torch.Tensor):
-                    group["lr"] = self._lr[index]
+        if self.device.type != "cuda":
+            yield
+            return
+        swapped = []
+        for index, group in enumerate(self.optimizer.param_groups):
+            if not isinstance(group["lr"], torch.Tensor):
+                swapped.append((group, group["lr"], self._lr[index]))
+                group["lr"] = self._lr[index]
         try:
             yield
         finally:
-            for group, number in zip(groups, numbers, strict=True):
-                group["lr"] = number
+            for group, number, tensor in swapped:
+                if group["lr"] is tensor:  # else a hook of the step has set another
+                    group["lr"] = number
 
     # what a graph has baked in
 
@@ -166,6 +169,6 @@ class OptimizerControl:
                 if now is not value and (tensors or now != value):
                     raise GraphsafeError(
                         f"{key!r} of parameter group {index} was {value!r} when the step was captured and is {now!r} "
-                        "now; a replay would go on with the old value. Only the learning rate may change: make a new "
-                        "TrainStep, or use mode='eager'."
+                        "now; a replay would go on with the old value. Only the learning rate may change (OneCycleLR: "
+                        "cycle_momentum=False): make a new TrainStep, or use mode='eager'."
                     )

@@ -75,6 +75,11 @@ def read_call(arguments: Any, device: torch.device, modules: Sequence[torch.nn.M
     slots: list[int] = []
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
+            if leaf.layout is not torch.strided:
+                raise GraphsafeError(
+                    f"Input {index} is a tensor of layout {leaf.layout}; a graph reads dense tensors of fixed size. "
+                    "Pad it (graphsafe.padding), or use mode='eager'."
+                )
             if leaf.device != device:
                 raise ShapeMismatchError(
                     f"input {index}", f"a tensor on {device}", f"one on {leaf.device}", "Move it there before the call."

@@ -106,7 +106,7 @@ class TrainStep:
             ("loss_fn", loss_fn, callable(loss_fn), "a function that returns the loss"),
             ("optimizer", type(optimizer).__name__, is_optimizer, "a torch.optim.Optimizer"),
             ("mode", mode, mode in ("graph", "eager"), "'graph' or 'eager'"),
-            ("accumulate", accumulate, accumulate >= 1, "at least 1"),
+            ("accumulate", accumulate, isinstance(accumulate, int) and accumulate >= 1, "an int of at least 1"),
             ("num_warmup_iters", num_warmup_iters, num_warmup_iters >= 0, "at least 0"),
             ("max_graphs", max_graphs, max_graphs >= 1, "at least 1"),
             ("max_grad_norm", max_grad_norm, max_grad_norm is None or max_grad_norm > 0, "positive, or None"),
@@ -161,7 +161,7 @@ class TrainStep:
                 self._forget()
                 return self._eager(context, plan, call, batch, kind)
             self._control.check_settings(known.settings)
-            if self._loop.gradients_ready(kind) and _same(self._loop.with_gradient(), known.present):
+            if self._loop.gradients_ready(kind) and self._loop.only(known.present):
                 return self._replay(context, plan, known, call, kind)
         warm = plan.calls >= self._num_warmup_iters and kind in plan.kinds and self._num_steps > 0
         if known is not None or not warm or not self._loop.gradients_ready(kind):
@@ -195,7 +195,7 @@ class TrainStep:
         """Everything but the model's weights: optimizer, scaler, accumulated gradients, counters, RNG. It pickles."""
         generator = self._pending_rng
         if generator is None and self._context is not None:
-            generator = self._context.generator.get_state()
+            generator = self._context.rng_state()
         counters = {"position": self._position, "num_steps": self._num_steps, "generator": generator}
         return self._loop.state_dict(with_gradients=self._position > 0) | counters
 
@@ -207,6 +207,8 @@ class TrainStep:
         """
         missing = {"optimizer", "scaler", "gradients", "position", "num_steps", "generator"} - set(state)
         require(not missing, f"The state lacks {sorted(missing)}; it is what TrainStep.state_dict() returned.")
+        fits = 0 <= int(state["position"]) < self._loop.accumulate
+        require(fits, f"The state is {state['position']} micro-batches into a step of {self._loop.accumulate}.")
         self._loop.load_state_dict(state)
         self._forget()
         self._position, self._num_steps = int(state["position"]), int(state["num_steps"])
@@ -226,7 +228,7 @@ class TrainStep:
             self.reset()  # the former context's graphs died with it
             self._context = context
         if self._pending_rng is not None:
-            context.generator.set_state(self._pending_rng.cpu())
+            context.set_rng_state(self._pending_rng.cpu())
             self._pending_rng = None
         return context
 
@@ -284,7 +286,7 @@ class TrainStep:
         arguments = call.with_tensors(inputs.tensors)
         if self._device.type == "cpu":
             return self._check_on_cpu(context, plan, call, inputs, arguments, kind)
-        gradients = [p.grad for p in self._control.parameters]
+        gradients = self._loop.gradients(self._modules)
         known_state, undo = set(self._optimizer.state), self._loop.undo(self._modules)
         present = self._loop.with_gradient()
         before = walk.tensors(self._roots)  # what the step rebinds, its kernels read all the same
@@ -301,10 +303,12 @@ class TrainStep:
                 raise
             return self._eager(context, plan, call, arguments, kind)  # compiles outside the capture, for these inputs
         plan.compiles = 0
-        if set(self._optimizer.state) != known_state or self._loop.stray_gradients():
+        stray = self._loop.stray_gradients(gradients, kind)
+        if stray or set(self._optimizer.state) != known_state:
             # State or a gradient made inside the capture would be made anew by every replay.
             graph.close()
             undo()
+            plan.admitted = not stray  # it would be so again
             return self._eager(context, plan, call, batch, kind)
         captured = self._remember(plan, call, inputs, graph, result, kind, present)
         graph.keep(before, self._roots, inputs.tensors, gradients, self._control.lr_tensors)
@@ -363,11 +367,13 @@ class TrainStep:
         with context.seat(exclusive=self._draws.get(call.mode) is not False):
             self._loop.begin(kind, plan.first)
             result = self._loop.run(call.with_tensors(captured.inputs.tensors), kind)
-        leaves = private.tree_flatten(result)[0]
+        leaves, captured.spec = private.tree_flatten(result)
+        alias = self._outputs == "alias" and len(leaves) == len(captured.leaves)
         with torch.no_grad():
             for index, leaf in enumerate(leaves):
-                if isinstance(leaf, torch.Tensor):
-                    captured.leaves[index].copy_(leaf)
+                if alias and isinstance(leaf, torch.Tensor):
+                    leaves[index] = captured.leaves[index].copy_(leaf)
+        captured.leaves = leaves
         context.counters.replays += 1
         return self._advance(kind, self._give_out(captured))
 
@@ -388,7 +394,3 @@ class TrainStep:
             plan.captured.clear()
         self._loop.static_gradients = {}
         self._control.prepare()
-
-
-def _same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -62,6 +63,8 @@ class Worker(Generic[T]):
         daemon: bool = False,
         on_end: Callable[[Worker[Any]], None] | None = None,
     ) -> None:
+        if gate.capturing() is not None:
+            raise GraphsafeError("spawn() was called inside a capture. Start workers before it, or after.")
         if not callable(fn):
             raise GraphsafeError(f"spawn() takes a function and its arguments; {fn!r} cannot be called.")
         if device is None and active_contexts():
@@ -72,6 +75,8 @@ class Worker(Generic[T]):
         self._ended = False
         self._value: T | None = None
         self._error: BaseException | None = None
+        self._traceback: TracebackType | None = None
+        self._retrieved = False  # whether someone has seen the error
         self._end_events: list[torch.cuda.Event] = []
         self._on_end = on_end
         self._arguments = (args, kwargs)
@@ -106,7 +111,9 @@ class Worker(Generic[T]):
                         devices.add(context.device)
                     events = [stream.record_event() for stream in _current_streams(devices)]
         except BaseException as exc:
+            exc.add_note(f"In worker {self.name!r}.")
             error, value = exc, None
+            self._traceback = exc.__traceback__
         finally:
             del args, kwargs
             self._arguments = ((), {})
@@ -137,7 +144,8 @@ class Worker(Generic[T]):
                         f"Worker {self.name!r} has not ended within {timeout} s. It runs on; call result() again."
                     )
         if self._error is not None:
-            raise self._error
+            self._retrieved = True
+            raise self._error.with_traceback(self._traceback)  # as it was, however often it is asked for
         if self._end_events:
             found = walk.tensors(self._value)
             devices = _cuda_devices(found)
@@ -148,6 +156,15 @@ class Worker(Generic[T]):
                     stream.wait_event(event)
                 _record(found, stream.device, stream)
         return self._value  # type: ignore[return-value]
+
+    def __repr__(self) -> str:
+        state = "runs" if not self._ended else "has failed" if self._error is not None else "has ended"
+        return f"<Worker {self.name!r} on {self.device} {state}>"
+
+    def __del__(self) -> None:
+        error = getattr(self, "_error", None)
+        if error is not None and not self._retrieved:
+            gate.logger.error("Worker %r failed, and nobody asked for its result.", self.name, exc_info=error)
 
     def stack(self) -> str:
         """The stack of the thread as it is now; empty once it has ended."""
@@ -214,6 +231,11 @@ class WorkerGroup:
     def _on_end(self, worker: Worker[Any]) -> None:
         with self._changed:
             if worker._error is not None:
+                if not self.stop.is_set():  # the first: said now, since others may take long to end
+                    gate.logger.error(
+                        "Worker %r failed; its group is told to stop.", worker.name, exc_info=worker._error
+                    )
+                worker._retrieved = True  # the group raises it
                 self._failed.append(worker)
                 self.stop.set()
             self._changed.notify_all()

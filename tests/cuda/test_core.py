@@ -194,6 +194,15 @@ def test_compile_inside_a_capture_is_refused_and_works_outside() -> None:
         assert torch.equal(y, expected)
 
 
+def synchronise() -> str:
+    """What a device-wide synchronize says: an error while another thread captures."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
 def test_capture_that_foreign_work_broke_is_tried_again() -> None:
     gs.uninstall()  # so that the other thread's synchronize does not wait for the capture
     module = net(0, dropout=0.0)
@@ -207,13 +216,6 @@ def test_capture_that_foreign_work_broke_is_tried_again() -> None:
             thread.join(60)
         return loss * 1.0
 
-    def synchronise() -> str:
-        try:
-            torch.cuda.synchronize()
-        except RuntimeError as error:
-            return str(error)
-        return "no error"
-
     def run(mode: str) -> list[float]:
         step = gs.TrainStep(loss_fn, torch.optim.SGD(module.parameters(), lr=0.0, fused=True), mode=mode)  # type: ignore
         with gs.thread_context(DEVICE) as context:
@@ -225,6 +227,30 @@ def test_capture_that_foreign_work_broke_is_tried_again() -> None:
     eager = run("eager")
     assert run("graph") == eager
     assert len(broken) == 1 and "captur" in broken[0]
+
+
+def test_capture_broken_beside_a_live_graph_of_the_same_pool_is_tried_again() -> None:
+    gs.uninstall()
+    module = net(0, dropout=0.1)
+    broken: list[str] = []
+
+    def loss_fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing() and len(x) == 32 and not broken:
+            thread = threading.Thread(target=lambda: broken.append(synchronise()))
+            thread.start()
+            thread.join(60)
+        return ((module(x) - y) ** 2).mean()
+
+    def run(mode: str) -> list[float]:
+        step = gs.TrainStep(loss_fn, torch.optim.SGD(module.parameters(), lr=0.0, fused=True), mode=mode)  # type: ignore
+        with gs.thread_context(DEVICE, seed=2) as context:
+            losses = [step(x[:n], y[:n]).item() for n in (64, 32, 64, 32) for x, y in data(0, 6)]
+            if mode == "graph":
+                assert (context.counters.captures, context.counters.failed_captures) == (2, 1)
+        return losses
+
+    eager = run("eager")
+    assert run("graph") == eager and len(broken) == 1
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from examples.dflash.config import PRESETS, Config, InputError, preset
+from examples.dflash.config import PRESETS, Config, InputError, check_split, note_split, preset
 
 
 @pytest.mark.parametrize(
@@ -48,3 +48,16 @@ def test_training_path_is_the_data_itself_when_answers_are_not_regenerated():
     assert config.training_path == config.answers_path
     given = dataclasses.replace(config, regenerate=False)
     assert given.training_path == given.data
+
+
+def test_evaluate_refuses_prompts_that_training_has_seen(tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text("{}\n")
+    trained = dataclasses.replace(PRESETS["demo"], data=data, out=tmp_path / "run", num_held_out=4)
+    check_split(trained)  # nothing is known of a run that noted nothing
+    note_split(trained)
+    check_split(trained)
+    check_split(dataclasses.replace(trained, num_held_out=2))
+    with pytest.raises(InputError, match="--num-held-out is 20"):
+        check_split(dataclasses.replace(trained, num_held_out=20))
+    check_split(dataclasses.replace(trained, num_held_out=20, data=tmp_path / "other.jsonl"))

@@ -110,7 +110,7 @@ def test_low_acceptance_fails():
     evaluation = evaluate(counting_target(), lambda lane: CountingOracle(8, 1), PROMPTS, config)
     assert evaluation.lossless
     assert not evaluation.passed
-    assert "acceptance length 2.00 is below 2.50" in evaluation.verdict()
+    assert "acceptance length 2.00 is below --min-acceptance 2.50" in evaluation.verdict()
 
 
 def test_speculation_stops_at_end_of_text_within_a_block():

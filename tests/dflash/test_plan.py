@@ -60,7 +60,6 @@ def test_needs_grow_with_what_they_say_lowers_them(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"targets": ("cuda:99",)}, "--targets names cuda:99"),
         ({"attention": "flex"}, "--attention flex"),
         ({"num_features": 5}, "--num-features"),
         ({"mask_token_id": None}, "--mask-token-id"),
@@ -70,6 +69,14 @@ def test_needs_grow_with_what_they_say_lowers_them(tmp_path):
 def test_plan_names_the_option_that_cannot_be(tmp_path, target_dir, changes, message):
     with pytest.raises(InputError, match=message):
         plan(configuration(tmp_path, target=target_dir, **changes))
+
+
+def test_plan_may_be_for_another_machine_but_a_run_may_not(tmp_path, target_dir, capsys):
+    config = configuration(tmp_path, target=target_dir, targets=("cuda:99",), drafters=("cuda:98",))
+    assert plan(config) == 0
+    assert "cuda:98: about" in capsys.readouterr().out
+    with pytest.raises(InputError, match="--targets names cuda:99"):
+        topology(config)
 
 
 def test_plan_refuses_a_target_whose_documents_cannot_be_packed(tmp_path, monkeypatch):

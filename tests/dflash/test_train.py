@@ -16,7 +16,7 @@ from examples.dflash.config import Config, InputError
 from examples.dflash.data import Document
 from examples.dflash.drafter import DrafterConfig
 from examples.dflash.pipeline import Topology
-from examples.dflash.train import count_steps, train_on
+from examples.dflash.train import count_steps, keep_former, train_on
 
 from .models import MASK_TOKEN, VOCAB, tiny_target
 
@@ -200,7 +200,7 @@ def test_train_out_of_memory_says_what_to_lower(tmp_path):
 
 def test_train_names_a_device_that_is_not_there(tmp_path):
     config = configuration(tmp_path, drafters=("cuda:77",))
-    with pytest.raises(InputError, match=r"--drafters names cuda:77, but this machine has"):
+    with pytest.raises(InputError, match=r"--drafters names cuda:77, and torch sees"):
         train_module.train(config)
 
 
@@ -221,3 +221,15 @@ def test_learning_rate_rises_then_falls_along_a_cosine():
     assert shares[52] == pytest.approx(0.5)
     assert shares[100] == pytest.approx(0.0, abs=1e-12)
     assert shares[4:] == sorted(shares[4:], reverse=True)
+
+
+def test_train_keeps_the_drafter_of_the_run_before(tmp_path, capsys):
+    config = configuration(tmp_path)
+    keep_former(config)
+    config.out.mkdir(parents=True)
+    config.drafter_path.write_bytes(b"former")
+    config.drafter_path.with_suffix(".json").write_text("{}")
+    keep_former(config)
+    assert not config.drafter_path.exists()
+    assert (config.out / f"previous-{config.drafter_path.name}").read_bytes() == b"former"
+    assert "previous-" in capsys.readouterr().out

@@ -7,6 +7,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,11 @@ __all__ = ["DispatchMode", "TreeSpec", "tree_flatten", "tree_unflatten"]
 def same_generator(one: torch.Generator, other: torch.Generator) -> bool:
     """Whether two objects stand for one generator: what reaches a dispatch mode is an object of its own."""
     return bool(one._cdata == other._cdata)  # type: ignore[attr-defined]
+
+
+def state_bytes(state: torch.Tensor) -> bytes:
+    """A generator's state as bytes, read without an operator, so that no dispatch mode sees it."""
+    return ctypes.string_at(state.data_ptr(), state.numel() * state.element_size())
 
 
 def default_generator(device: torch.device) -> torch.Generator:
