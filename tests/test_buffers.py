@@ -368,3 +368,20 @@ def test_slots_are_the_same_tensors_round_after_round() -> None:
         with ring.consume(0) as slot:
             addresses.append(slot["n"].data_ptr())
     assert len(set(addresses)) == 2 and addresses[:2] * 3 == addresses
+
+
+def test_items_of_consumers_that_fail_come_again_in_their_order() -> None:
+    ring = BufferRing({"x": Spec((1,), torch.int64)}, depth=3, device="cpu")
+    for number in range(3):
+        with ring.produce() as slot:
+            slot["x"][0] = number
+    first, second = ring.consume(), ring.consume()
+    assert first.__enter__()["x"].item() == 0 and second.__enter__()["x"].item() == 1
+    for block in (first, second):  # they fail in the order in which they took
+        with pytest.raises(ValueError):
+            block.__exit__(ValueError, ValueError(), None) or (_ for _ in ()).throw(ValueError())
+    seen = []
+    for _ in range(3):
+        with ring.consume() as slot:
+            seen.append(slot["x"].item())
+    assert seen == [0, 1, 2]

@@ -301,3 +301,26 @@ def test_walk_looks_into_everything_however_large() -> None:
     layer = nn.Linear(2, 2)
     many += [hidden, layer]
     assert any(t is hidden for t in walk.tensors(many)) and walk.modules(many) == [layer]
+
+
+def test_capture_replays_a_block_that_changes_how_a_tensor_is_read() -> None:
+    x = torch.arange(6.0).view(2, 3)
+    with gs.thread_context("cpu"):
+        with gs.capture() as graph:
+            z = x * 1
+            z.t_()
+            w = z + 1
+        x.mul_(2)
+        graph.replay()
+    assert torch.equal(w, x.t() + 1)
+
+
+def test_capture_that_fails_inside_an_eager_block_gives_its_numbers_back() -> None:
+    def run(fail: bool) -> torch.Tensor:
+        with gs.thread_context("cpu", seed=6) as context, context.eager():
+            if fail:
+                with pytest.raises(gs.CaptureError), gs.capture():
+                    torch.rand(5).sum().item()
+            return torch.rand(3)
+
+    assert torch.equal(run(True), run(False))

@@ -222,3 +222,13 @@ def test_eager_block_made_outside_a_task_may_be_entered_in_it() -> None:
         asyncio.run(main(context.eager()))
         with context.eager():
             pass
+
+
+def test_stats_do_not_grow_with_every_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = len(gs.stats().contexts)
+    monkeypatch.setattr(gs.context, "MAX_ENDED", before + 2)
+    for number in range(6):
+        with gs.thread_context("cpu", name=f"many-{number}") as context, context.eager():
+            pass
+    assert len(gs.stats().contexts) == before + 3
+    assert next(c for c in gs.stats().contexts if c.name == "(others)").eager_steps == 4

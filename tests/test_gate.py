@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
+import signal
 import threading
 
 import pytest
@@ -254,3 +257,32 @@ def test_wait_for_returns_false_at_its_timeout() -> None:
     condition = threading.Condition()
     with condition:
         assert gate.wait_for(condition, lambda: False, 0.01, "nothing") is False
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_forked_child_waits_for_no_thread_that_it_has_not() -> None:
+    seated, release = threading.Event(), threading.Event()
+    one = gate.gate_for(torch.device("cpu"))
+
+    def holder() -> None:
+        with one.seat(exclusive=True):
+            seated.set()
+            release.wait(DEADLINE_S)
+
+    thread = threading.Thread(target=holder, daemon=True)
+    thread.start()
+    assert seated.wait(DEADLINE_S)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            signal.alarm(10)
+            with thread_context("cpu") as context, context.eager():
+                status = 0 if gc.isenabled() else 2
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    release.set()
+    thread.join(DEADLINE_S)
+    assert status == 0

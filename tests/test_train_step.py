@@ -516,3 +516,88 @@ def test_train_step_learning_rate_that_becomes_a_tensor_is_seen() -> None:
         optimizer.param_groups[1]["lr"] = torch.tensor(1e-2)
         with pytest.raises(gs.GraphsafeError, match="'lr'"):
             step(*batches(1)[0])
+
+
+def test_train_step_learning_rate_that_a_hook_of_the_step_sets_stays() -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    step = gs.TrainStep(loss_of(net), optimizer)
+    with gs.thread_context("cpu"):
+        for batch in batches(6):
+            step(*batch)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**6)
+
+
+def test_train_step_state_that_is_further_than_this_accumulation_is_refused() -> None:
+    net = model()
+    step = gs.TrainStep(loss_of(net), torch.optim.AdamW(net.parameters()), accumulate=4)
+    with gs.thread_context("cpu"):
+        for batch in batches(3):
+            step(*batch)
+        state = step.state_dict()
+    short = gs.TrainStep(loss_of(net), torch.optim.AdamW(net.parameters()), accumulate=2)
+    with pytest.raises(gs.GraphsafeError, match="3 micro-batches"):
+        short.load_state_dict(state)
+    state["gradients"][0] = torch.zeros(1)
+    with pytest.raises(gs.GraphsafeError, match="shapes"):
+        step.load_state_dict(state)
+    with pytest.raises(gs.GraphsafeError, match="accumulate"):
+        gs.TrainStep(loss_of(net), torch.optim.AdamW(net.parameters()), accumulate=1.5)  # type: ignore[arg-type]
+
+
+def test_train_step_resumes_its_rng_also_inside_an_eager_block() -> None:
+    net = model()
+    weights = copy.deepcopy(net.state_dict())
+    step = gs.TrainStep(loss_of(net), torch.optim.AdamW(net.parameters()))
+    with gs.thread_context("cpu", seed=4) as context, context.eager():
+        state = step.state_dict() | {"optimizer": copy.deepcopy(step.state_dict()["optimizer"])}
+        step(*batches(1)[0])
+        state["generator"] = step.state_dict()["generator"]
+        weights = copy.deepcopy(net.state_dict())
+        expected = step(*batches(1)[0])
+    net.load_state_dict(weights)
+    other = gs.TrainStep(loss_of(net), torch.optim.AdamW(net.parameters()), mode="eager")
+    other.load_state_dict(state)
+    with gs.thread_context("cpu", seed=9) as context, context.eager():
+        assert torch.equal(other(*batches(1)[0]), expected)
+
+
+def test_train_step_sparse_gradients_accumulate_as_in_the_eager_loop() -> None:
+    def run(mode: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        table, head = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1)
+        parameters = [*table.parameters(), *head.parameters()]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", gs.GraphsafeWarning)
+            step = gs.TrainStep(
+                lambda i: head(table(i)).square().mean(), torch.optim.SGD(parameters, lr=0.1), accumulate=2, mode=mode
+            )
+        generator = torch.Generator().manual_seed(1)
+        with gs.thread_context("cpu"):
+            for _ in range(12):
+                step(torch.randint(10, (5,), generator=generator))
+        return [p.detach().clone() for p in parameters]
+
+    assert all(torch.equal(a, b) for a, b in zip(run("eager"), run("graph"), strict=True))
+
+
+def test_train_step_aux_may_have_more_leaves_later() -> None:
+    net, calls = model(), []
+
+    def loss_fn(x: torch.Tensor, y: torch.Tensor):
+        calls.append(1)
+        return loss_of(net)(x, y), [x.mean()] * len(calls)
+
+    step = gs.TrainStep(loss_fn, torch.optim.AdamW(net.parameters()), num_warmup_iters=1)
+    with gs.thread_context("cpu"):
+        assert [len(step(*batch)[1]) for batch in batches(5)] == [1, 2, 3, 4, 5]
+
+
+def test_train_step_batch_that_is_not_dense_is_an_error() -> None:
+    net = model()
+    step = gs.TrainStep(loss_of(net), torch.optim.AdamW(net.parameters()))
+    x, y = batches(1)[0]
+    with gs.thread_context("cpu"), pytest.raises(gs.GraphsafeError, match="layout"):
+        step(x.to_sparse(), y)

@@ -242,3 +242,13 @@ def test_spawn_does_not_draw_its_seed_from_another_threads_generator() -> None:
     spawner.join(DEADLINE_S)
     assert all(torch.equal(a, b) for a, b in zip(numbers, expected, strict=True))
     assert seeds == [int(first)]
+
+
+def test_worker_result_raises_with_the_same_traceback_however_often() -> None:
+    worker = gs.spawn(lambda: [][0], device="cpu")
+    lengths = []
+    for _ in range(5):
+        with pytest.raises(IndexError) as caught:
+            worker.result(DEADLINE_S)
+        lengths.append(len(caught.traceback))
+    assert len(set(lengths)) == 1

@@ -174,8 +174,16 @@ def explain(exc: BaseException) -> str | None:
                 f"--token-budget, --num-anchors or --loss-chunk, or add --gradient-checkpointing. The command plan "
                 f"estimates what fits."
             )
-    inputs = dict.fromkeys(str(leaf) for leaf in leaves if isinstance(leaf, InputError))
-    return "\n".join(inputs) if len(leaves) > 0 and all(isinstance(leaf, InputError) for leaf in leaves) else None
+    texts = [_of_the_user(leaf) for leaf in leaves]
+    return "\n".join(dict.fromkeys(filter(None, texts))) if texts and all(texts) else None
+
+
+def _of_the_user(error: BaseException) -> str | None:
+    if isinstance(error, InputError):
+        return str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}. Free it, or name another place (--out for what is written)."
+    return None
 
 
 def _leaves(exc: BaseException) -> Iterator[BaseException]:

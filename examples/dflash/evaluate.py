@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
+from safetensors import SafetensorError
 
 import graphsafe as gs
 
@@ -306,6 +307,12 @@ def _load_drafter(config: Config, device: torch.device) -> Drafter:
     except FileNotFoundError as exc:
         raise InputError(
             f"There is no drafter at {config.drafter_path}. Run train first, with the same --out."
+        ) from exc
+    except (SafetensorError, KeyError, RuntimeError, TypeError, ValueError) as exc:
+        if isinstance(exc, torch.OutOfMemoryError):
+            raise
+        raise InputError(
+            f"{config.drafter_path} and the .json beside it are no whole drafter ({exc}). Train it again."
         ) from exc
 
 

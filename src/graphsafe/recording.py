@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from .errors import CaptureError
 from .repairs import private
-from .repairs.private import DispatchMode, tree_flatten
+from .repairs.private import DispatchMode, tree_flatten, tree_unflatten
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -175,7 +175,8 @@ class OperatorRecorder(CaptureChecks):
         kwargs = kwargs or {}
         self.check(func, args, kwargs)
         result = func(*args, **kwargs)
-        self._calls.append((func, args, kwargs, _fresh(func, result)))
+        outputs = tuple(tensor.detach() for tensor in _fresh(func, result))
+        self._calls.append((func, _frozen(args), _frozen(kwargs), outputs))
         return result
 
     def replay(self) -> None:
@@ -185,7 +186,13 @@ class OperatorRecorder(CaptureChecks):
                     continue  # only how a tensor is read has changed, and that for good
                 again = _fresh(func, func(*args, **kwargs))
                 for output, value in zip(outputs, again, strict=True):
-                    output.detach().copy_(value)
+                    output.copy_(value)
+
+
+def _frozen(arguments: Any) -> Any:
+    """The arguments with aliases of their tensors, which keep the shape and strides that these have now."""
+    leaves, spec = tree_flatten(arguments)
+    return tree_unflatten([x.detach() if isinstance(x, torch.Tensor) else x for x in leaves], spec)
 
 
 def _fresh(func: Any, result: Any) -> tuple[torch.Tensor, ...]:

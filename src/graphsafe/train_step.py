@@ -265,6 +265,8 @@ class TrainStep:
                 self._draws[call.mode] = context.drawn() != before
         if kind == "first" and kind not in plan.kinds:
             plan.first = self._loop.with_gradient()
+            dense = all(p.grad is not None and p.grad.layout is torch.strided for p in plan.first)
+            plan.admitted = plan.admitted and dense  # sparse ones have no fixed size to accumulate in
         plan.calls += 1
         plan.kinds.add(kind)
         context.counters.eager_steps += 1

@@ -36,6 +36,9 @@ def documents_of(config, tokenizer=None, say=lambda text: None):
         ('{"messages": [{"role": "user"}]}', "without text"),
         ('{"messages": [{"role": "robot", "content": "x"}]}', "role 'robot'"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "no message of the user"),
+        ('{"messages": [{"role": ["user"], "content": "x"}]}', "role ['user']"),
+        ('{"messages": [{"role": "user", "content": "\\ud800 x"}]}', "not UTF-8"),
+        ("[" * 100_000, "nested too deeply"),
     ],
 )
 def test_malformed_line_is_skipped_and_named_with_its_number(tmp_path, line, reason):
@@ -45,6 +48,12 @@ def test_malformed_line_is_skipped_and_named_with_its_number(tmp_path, line, rea
     assert "skipped 1 of 31 lines" in said[0]
     assert "line 16: " in said[0]
     assert reason in said[0]
+
+
+def test_byte_order_mark_costs_no_line(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(conversation("hello")).encode() + b"\n")
+    assert len(read_conversations(path, say=print)) == 1
 
 
 def test_line_that_is_not_utf8_costs_itself_alone(tmp_path):

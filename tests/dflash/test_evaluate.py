@@ -195,3 +195,12 @@ def test_command_refuses_the_drafter_of_another_target(run):
     save(drafter, run.drafter_path)
     with pytest.raises(InputError, match="trained for a target of"):
         command.main(run)
+
+
+def test_torn_drafter_is_named(tmp_path):
+    config = dataclasses.replace(PRESETS["demo"], out=tmp_path)
+    for weights, shape in ((b"\x10", "{}"), (b"", "{")):
+        config.drafter_path.write_bytes(weights)
+        config.drafter_path.with_suffix(".json").write_text(shape)
+        with pytest.raises(InputError, match="no whole drafter"):
+            command._load_drafter(config, torch.device("cpu"))

@@ -81,7 +81,7 @@ def test_interrupted_run_goes_on_where_it_stopped(setup, monkeypatch):
 
     def failing(target, prompts, *args, **kwargs):
         calls.append(len(prompts))
-        if len(calls) == 3:
+        if len(calls) in (3, 5):
             raise RuntimeError("pulled the plug")
         return decode(target, prompts, *args, **kwargs)
 
@@ -93,8 +93,13 @@ def test_interrupted_run_goes_on_where_it_stopped(setup, monkeypatch):
     assert not config.answers_path.exists()
     kept = read_records(config.answers_path.with_suffix(".partial"))
     assert len(kept) == sum(calls[:2])
+    with config.answers_path.with_suffix(".partial").open("a") as file:
+        file.write('{"key": "torn')  # as kill -9 leaves it
+    with pytest.raises(ExceptionGroup):
+        generate.main(config, say=quiet)
+    assert len(read_records(config.answers_path.with_suffix(".partial"))) == len(kept) + calls[3]
     generate.main(config, say=quiet)
-    assert sum(calls[3:]) == 10 - len(kept)
+    assert sum(calls[5:]) == 10 - len(kept) - calls[3]
     assert len(load_training_documents(config, CharTokenizer(), 60, say=quiet)) == 10
 
 

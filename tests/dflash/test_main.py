@@ -121,3 +121,13 @@ def test_demo_stops_at_the_first_stage_that_fails(monkeypatch, capsys):
     assert command_line.main(["demo"]) == 3
     assert ran == ["fetch_target", "regenerate", "train"]
     assert capsys.readouterr().out.splitlines()[-1] == "DEMO FAILED in train, with exit status 3."
+
+
+def test_place_that_cannot_be_written_is_named(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    try:
+        (blocked / "run").mkdir(parents=True)
+    except OSError as exc:
+        assert "--out" in command_line.explain(ExceptionGroup("workers failed", [exc]))
+    assert command_line.explain(OSError("no file is named")) is None
