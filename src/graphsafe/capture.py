@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -138,8 +138,6 @@ class _Session:
 
     def __init__(self, graph: Graph, context: ThreadContext) -> None:
         self._graph, self._context = graph, context
-        self._raw: torch.cuda.CUDAGraph | None = None
-        self._saved: torch.Generator | None = None
 
     @contextmanager
     def run(self) -> Iterator[None]:
@@ -169,7 +167,6 @@ class _Session:
         torch.clear_autocast_cache()  # casts of weights belong into the graph
         raw = torch.cuda.CUDAGraph()
         default.graphsafe_set_state(generator)
-        ended = False
         try:
             try:
                 private.begin_capture(raw, graph.pool)
@@ -179,9 +176,7 @@ class _Session:
             try:
                 yield
             except BaseException as exc:
-                ended, broken = True, self._abandon(raw)
-                raise_as_capture_error(exc, broken)
-            ended = True
+                raise_as_capture_error(exc, self._abandon(raw))
             try:
                 self._end(raw)
             except RuntimeError as exc:
@@ -191,7 +186,6 @@ class _Session:
             default.graphsafe_set_state(saved)
             torch.clear_autocast_cache()
             private.clear_cublas_workspaces()
-        assert ended
         graph._raw, graph._generator, graph._seed = raw, generator, generator.initial_seed()
 
     def _end(self, raw: torch.cuda.CUDAGraph) -> None:
@@ -216,7 +210,7 @@ class _Session:
             context.pool = None  # earlier graphs keep it, later ones get another
 
 
-def raise_as_capture_error(exc: BaseException, broken: bool) -> None:
+def raise_as_capture_error(exc: BaseException, broken: bool) -> NoReturn:
     """Raise ``exc`` itself where it has nothing to do with the capture, else a CaptureError from it."""
     capture_spoke = isinstance(exc, RuntimeError) and not isinstance(exc, torch.OutOfMemoryError | GraphsafeError)
     if capture_spoke and (broken or "captur" in str(exc)):
