@@ -601,3 +601,20 @@ def test_train_step_batch_that_is_not_dense_is_an_error() -> None:
     x, y = batches(1)[0]
     with gs.thread_context("cpu"), pytest.raises(gs.GraphsafeError, match="layout"):
         step(x.to_sparse(), y)
+
+
+def test_train_step_freezing_and_thawing_in_an_accumulation_equals_the_eager_loop() -> None:
+    def run(mode: str) -> list[torch.Tensor]:
+        net = model(dropout=0.0)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.3)
+        step = gs.TrainStep(loss_of(net), optimizer, accumulate=2, mode=mode, num_warmup_iters=1)
+        with gs.thread_context("cpu") as context:
+            for i, batch in enumerate(batches(32)):
+                if i in (9, 20):
+                    net[0].weight.requires_grad_(i == 20)
+                step(*batch)
+            if mode == "graph":
+                assert context.counters.captures == 6 and context.counters.replays > 12
+        return [p.detach().clone() for p in net.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(run("eager"), run("graph"), strict=True))

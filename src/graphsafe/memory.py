@@ -1,8 +1,7 @@
 """What a training step works on, and whether it still is what it was.
 
 Guarantees:
-- A module, parameter, buffer, gradient or optimizer state that was replaced, moved, frozen or loaded anew is seen by
-  ``holds()``.
+- ``holds()`` sees a module, parameter, buffer, gradient or optimizer state that was replaced, moved or loaded anew.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ class Memory:
     Attributes:
         references: (mapping, key, what it held).
         parameters: the optimizer's.
-        trained: which of them require gradients.
         gradients: theirs; empty where they come and go with every step.
         state: the optimizer's mapping itself, which load_state_dict replaces.
         tensors, addresses: the tensors among all these, and their ``data_ptr()``.
@@ -29,7 +27,6 @@ class Memory:
 
     references: list[tuple[Any, Any, Any]]
     parameters: list[torch.Tensor]
-    trained: list[bool]
     gradients: list[torch.Tensor | None]
     state: Any
     tensors: list[torch.Tensor]
@@ -56,9 +53,8 @@ class Memory:
         tensors = [held for _, _, held in references if isinstance(held, torch.Tensor)] + parameters
         gradients = [p.grad for p in parameters] if with_gradients else []
         tensors += [gradient for gradient in gradients if gradient is not None]
-        trained = [p.requires_grad for p in parameters]
         addresses = [tensor.data_ptr() for tensor in tensors]
-        return cls(references, parameters, trained, gradients, state, tensors, addresses)
+        return cls(references, parameters, gradients, state, tensors, addresses)
 
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether everything still is where it was."""
@@ -68,8 +64,6 @@ class Memory:
         if len(parameters) != len(self.parameters):
             return False
         if any(now is not then for now, then in zip(parameters, self.parameters, strict=True)):
-            return False
-        if [p.requires_grad for p in parameters] != self.trained:
             return False
         if any(table.get(key) is not held for table, key, held in self.references):
             return False

@@ -127,6 +127,7 @@ class TrainStep:
         self._position = 0  # micro-batches of the unfinished accumulation
         self._num_steps = 0
         self._draws: dict[object, bool] = {}  # whether a call drew random numbers, by all but its tensors
+        self._trained = [p.requires_grad for p in self._control.parameters]
         self._warned = False
         self._pending_rng: torch.Tensor | None = None
 
@@ -152,6 +153,10 @@ class TrainStep:
                 "A tensor of the batch requires grad. A graph reads its own copy of it, so no gradient would reach the "
                 "tensor: detach() it, or reach what is trained through loss_fn, or use mode='eager'."
             )
+        trained = [p.requires_grad for p in self._control.parameters]
+        if trained != self._trained:  # some were frozen, or are trained again: what is known of any call is out of date
+            self._trained = trained
+            self._forget()
         plan = self._plan(call, context)
         if self._mode == "eager" or not plan.admitted:
             return self._eager(context, plan, call, batch, kind)
@@ -215,8 +220,6 @@ class TrainStep:
         if state["generator"] is not None:
             self._pending_rng = state["generator"]
 
-    # what the call is made of
-
     def _bind(self) -> ThreadContext:
         context = next((c for c in active_contexts() if c.device == self._device), None)
         bound = self._context
@@ -277,8 +280,6 @@ class TrainStep:
         self._position = 0 if steps else self._position + 1
         self._num_steps += steps
         return result
-
-    # capture and replay
 
     def _capture(self, context: ThreadContext, plan: _Plan, call: Call, batch: tuple[Any, ...], kind: Kind) -> Any:
         self._loop.make_buffers(plan.first)
@@ -385,8 +386,6 @@ class TrainStep:
             leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         return private.tree_unflatten(leaves, captured.spec)
 
-    # is the captured memory still the model's?
-
     def _forget(self) -> None:
         """Let all graphs go: a parameter or the optimizer's state is no longer the captured one."""
         for plan in self._plans.values():
@@ -394,5 +393,6 @@ class TrainStep:
                 if captured.graph is not None:
                     captured.graph.close()
             plan.captured.clear()
+            plan.kinds.clear()  # each kind of call runs eagerly once more
         self._loop.static_gradients = {}
         self._control.prepare()
