@@ -448,17 +448,23 @@ def test_synchronize_takes_no_seat_before_cuda_is_used(monkeypatch: pytest.Monke
     assert synchronize.probe(torch.cuda)
 
 
-def test_seeding_runs_on_seats_and_seeds_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    scopes: list[str] = []
+@pytest.fixture
+def scopes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What enters and leaves the scope of seats on every device."""
+    log: list[str] = []
 
     @contextmanager
     def scope(index: int | None) -> Iterator[None]:
         assert index is None
-        scopes.append("enter")
+        log.append("enter")
         yield
-        scopes.append("leave")
+        log.append("leave")
 
     monkeypatch.setattr(hooks, "seat_scope", scope)
+    return log
+
+
+def test_seeding_runs_on_seats_and_seeds_as_before(scopes: list[str]) -> None:
     name_from_before, signature = torch.manual_seed, inspect.signature(torch.manual_seed)
     torch.manual_seed(5)
     expected = torch.rand(3)
@@ -485,17 +491,7 @@ def test_seeding_runs_on_seats_and_seeds_as_before(monkeypatch: pytest.MonkeyPat
         torch.manual_seed()  # type: ignore[call-arg]
 
 
-def test_seeding_enters_no_scope_in_a_forked_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    scopes: list[str] = []
-
-    @contextmanager
-    def scope(index: int | None) -> Iterator[None]:
-        assert index is None
-        scopes.append("enter")
-        yield
-        scopes.append("leave")
-
-    monkeypatch.setattr(hooks, "seat_scope", scope)
+def test_seeding_enters_no_scope_in_a_forked_child(scopes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     install()
     monkeypatch.setattr(os, "getpid", lambda: -1)
     torch.manual_seed(5)

@@ -13,6 +13,7 @@ import torch
 import tyro
 
 from .config import Config, InputError, preset
+from .devices import check_devices
 
 _DEMO = "demo"
 _DEFAULT_PRESET = "smollm2"
@@ -94,17 +95,6 @@ COMMANDS: dict[str, tuple[Callable[[Config], int], str]] = {
     "evaluate": (_evaluate, "Decode held-out prompts with the drafter, and check that nothing is lost."),
     _DEMO: (_demo, "All of it, small enough for two CPU cores."),
 }
-
-
-def check_devices(devices: Sequence[str], option: str) -> None:
-    """Raise InputError for a device that this machine lacks."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for device in map(torch.device, devices):
-        if device.type == "cuda" and (device.index or 0) >= count:
-            raise InputError(
-                f"{option} names {device}, and torch sees {count} CUDA devices here. Name others, such as "
-                f"{option} cpu, or take --preset demo."
-            )
 
 
 def usage() -> str:

@@ -7,7 +7,6 @@ Guarantees:
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from dataclasses import dataclass
@@ -245,8 +244,3 @@ def preset(name: str) -> Config:
     if name not in PRESETS:
         raise InputError(f"--preset is {name!r}, but it must be one of {', '.join(PRESETS)}.")
     return PRESETS[name]
-
-
-def field_names() -> tuple[str, ...]:
-    """The options' names, in order."""
-    return tuple(field.name for field in dataclasses.fields(Config))

@@ -13,6 +13,7 @@ import torch
 
 from .attention import SDPA_BLOCKS_A_ROW
 from .config import Config, InputError
+from .devices import check_devices
 from .drafter import Drafter, DrafterConfig
 from .fetch import resolve_target
 from .pipeline import Topology
@@ -57,19 +58,10 @@ def topology(config: Config, *, must_exist: bool = True) -> Topology:
 
 
 def _devices(names: Sequence[str], option: str, must_exist: bool) -> tuple[torch.device, ...]:
-    devices = []
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for name in names:
-        device = torch.device(name)
-        if device.type == "cuda":
-            device = torch.device("cuda", device.index or 0)
-            if must_exist and device.index >= num_gpus:
-                raise InputError(
-                    f"{option} names {device}, and torch sees {num_gpus} CUDA devices here. Name others, such as "
-                    f"{option} cpu, or take --preset demo."
-                )
-        devices.append(device)
-    return tuple(devices)
+    if must_exist:
+        check_devices(names, option)
+    devices = map(torch.device, names)
+    return tuple(torch.device("cuda", device.index or 0) if device.type == "cuda" else device for device in devices)
 
 
 def drafter_config(config: Config, shape: TargetShape) -> DrafterConfig:

@@ -34,8 +34,6 @@ class Call:
     Attributes:
         key: hashable; equal for calls that one graph may serve.
         slots: addresses of the inputs that are read in place: a graph for each of them.
-        training: the modules' train/eval flags.
-        mode: all of the key but what the tensors are like.
     """
 
     key: tuple[object, ...]
@@ -43,8 +41,17 @@ class Call:
     slots: tuple[int, ...]
     spec: private.TreeSpec
     leaves: tuple[Any, ...]
-    training: tuple[bool, ...]
-    mode: tuple[object, ...]
+
+    @property
+    def training(self) -> tuple[bool, ...]:
+        """The modules' train/eval flags."""
+        return self.key[-1]  # type: ignore[return-value]
+
+    @property
+    def mode(self) -> tuple[object, ...]:
+        """All of the key but what the tensors are like."""
+        spec, described, *state = self.key
+        return (spec, tuple(part for part in described if len(part) == 2), *state)  # type: ignore[attr-defined]
 
     def summary(self) -> str:
         """The signature in words, for messages."""
@@ -99,9 +106,8 @@ def read_call(arguments: Any, device: torch.device, modules: Sequence[torch.nn.M
         described.append((type(leaf), leaf))
     state = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), private.autocast_state(device.type))
     training = tuple(module.training for module in modules)
-    mode = (spec, tuple(part for part in described if len(part) == 2), state, training)
     key = (spec, tuple(described), state, training)
-    return Call(key, tuple(tensors), tuple(slots), spec, tuple(leaves), training, mode)
+    return Call(key, tuple(tensors), tuple(slots), spec, tuple(leaves))
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:

@@ -114,7 +114,7 @@ class TrainStep:
             ("outputs", outputs, outputs in ("copy", "alias"), "'copy' or 'alias'"),
         ):
             require(right, f"{name} is {value!r}; it is {rule}.")
-        self._optimizer, self._scaler, self._mode = optimizer, scaler, mode
+        self._optimizer, self._mode = optimizer, mode
         self._num_warmup_iters, self._max_graphs = num_warmup_iters, max_graphs
         self._on_mismatch, self._outputs, self._set_to_none = on_mismatch, outputs, set_to_none
         self._control = OptimizerControl(optimizer, scaled=scaler is not None, strict=mode == "graph")

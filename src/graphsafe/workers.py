@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -26,7 +26,6 @@ from .context import ThreadContext, active_contexts, draw_seed, resolve_device
 from .deadlines import timeout_s
 from .errors import GraphsafeError
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
