@@ -107,6 +107,7 @@ class Pipeline:
         self._aborts: list[Callable[[], None]] = []
         num_drafters = len(self.topology.drafters)
         self._ready = threading.Barrier(len(self.topology.targets) + num_drafters)
+        self._round = threading.Barrier(num_drafters)
         self._done = threading.Barrier(num_drafters)
         self._lock = threading.Lock()  # guards the list above; taken alone
 
@@ -118,7 +119,7 @@ class Pipeline:
     def abort(self) -> None:
         """End everything at once: rings closed, collectives ended. Any thread; idempotent."""
         self.failed.set()
-        for barrier in (self._ready, self._done):
+        for barrier in (self._ready, self._round, self._done):
             barrier.abort()
         self.rings.close()
         with self._lock:
@@ -214,15 +215,20 @@ class Pipeline:
                 ring.close()
 
     def run_drafter(self, number: int, train: Callable[[Mapping[str, Tensor]], None]) -> None:
-        """A drafter thread's loop: ``train`` on each of its batches, in order, until there are no more."""
+        """A drafter thread's loop: ``train`` on each of its batches, in order, until there are no more.
+
+        Drafters begin a round together, once each has its batch. A collective then waits for drafter threads alone: if
+        it waited for a target's, whose copies to this device the driver may hold up meanwhile, none would go on.
+        """
         pace = _Pace(self.topology.drafters[number])
         for ring in self.rings.of_drafter(number):
             if self.failed.is_set():
                 return
             try:
                 with ring.consume() as slot:
+                    self._wait(self._round)
                     train(slot)
-            except RingClosed:
+            except (RingClosed, PipelineEnded):
                 return
             pace.step()
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import graphsafe
 
@@ -105,7 +105,7 @@ class DrafterStep:
             self.optimizer, lambda step: lr_share(step, num_steps, config.warmup_ratio)
         )
         replica.sum_gradients(drafter.parameters())
-        self._loss_fn, self._replica = loss_fn, replica
+        self._loss_fn, self._replica, self._config = loss_fn, replica, config
         self._step = graphsafe.TrainStep(
             loss_fn,
             self.optimizer,
@@ -131,15 +131,24 @@ class DrafterStep:
         return measurements
 
     def warm_up(self, batch: Mapping[str, Tensor]) -> None:
-        """Forward and backward once, so that all is compiled. Trains nothing, and waits for no other replica.
+        """Everything once, so that all is compiled and loaded. Trains nothing, and waits for no other replica.
 
-        A compile waits for the device, to time kernels. If the device waited for another replica meanwhile, and that
-        one for the process's one compile at a time, neither would go on: so all compile before the first collective.
+        A compile waits for the device, to time kernels, and so may CUDA when it loads a kernel on its first launch. If
+        the device waited for another replica meanwhile, and that one's thread for the process's one compile or load at
+        a time, neither would go on: so all of it is done before the first collective.
         """
         with graphsafe.current_context(self.device).eager(), self._replica.alone():
             loss, _ = self._loss_fn(*(batch[name] for name in INPUTS))
             loss.backward()
         self.optimizer.zero_grad(set_to_none=True)
+        stand_in = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(self.device)  # clipping and the optimizer
+        step = graphsafe.TrainStep(
+            lambda: sum(parameter.square().sum() for parameter in stand_in.parameters()),
+            make_optimizer(stand_in, self._config),
+            mode="eager",
+            max_grad_norm=self._config.max_grad_norm,
+        )
+        step()
 
     def close(self) -> None:
         """Drop the graphs. To be done before the replica leaves its group, whose communicator they use."""
@@ -156,7 +165,7 @@ class DrafterStep:
         return self._step.grad_norm
 
 
-def make_optimizer(drafter: Drafter, config: Config) -> torch.optim.AdamW:
+def make_optimizer(drafter: nn.Module, config: Config) -> torch.optim.AdamW:
     """AdamW; weight decay for matrices only."""
     matrices = [p for p in drafter.parameters() if p.dim() > 1]
     others = [p for p in drafter.parameters() if p.dim() <= 1]
