@@ -166,6 +166,8 @@ class _Session:
         private.clear_cublas_workspaces()
         torch.clear_autocast_cache()  # casts of weights belong into the graph
         raw = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(torch.cuda.default_stream(context.device)):  # its tensors pin no segment of this stream
+            raw.register_generator_state(generator)
         default.graphsafe_set_state(generator)
         try:
             try:

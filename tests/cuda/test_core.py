@@ -17,6 +17,7 @@ import graphsafe as gs
 from ..helpers import run_threads
 
 pytestmark = pytest.mark.cuda
+SEGMENT_BYTES = 2 << 20  # what the allocator reserves for small tensors at a time
 DEADLINE_S = 240.0
 LONG_CYCLES = 200_000_000  # about a tenth of a second
 DEVICE = "cuda:0"
@@ -387,10 +388,12 @@ def test_failed_captures_leak_no_memory_and_crash_nothing() -> None:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
-    once()
+    for _ in range(4):
+        once()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= before
+    # A failed capture costs some hundred bytes where torch keeps a pointer to it; a pool would be 2 MiB or more each.
+    assert torch.cuda.memory_reserved() <= before + SEGMENT_BYTES
 
 
 def test_memory_is_back_after_a_worker_ends() -> None:
