@@ -32,7 +32,9 @@ LAYERS = (
     "gate",
     "compile_gate",
     "context",
+    "attach",
     "workers",
+    "executor",
     "steps",
     "buffers",
     "recording",
@@ -49,9 +51,11 @@ LAYERS = (
 
 PUBLIC_NAMES = {
     # contexts and workers
+    "Executor",
     "ThreadContext",
     "Worker",
     "WorkerGroup",
+    "attach",
     "current_context",
     "spawn",
     "thread_context",

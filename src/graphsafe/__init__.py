@@ -4,6 +4,7 @@ Importing this initialises no CUDA and imports no torch._dynamo.
 """
 
 from . import padding
+from .attach import attach
 from .buffers import BufferRing, Spec, StaticBuffers
 from .capture import Graph, capture
 from .compile import compile, install, installed, uninstall
@@ -19,6 +20,7 @@ from .errors import (
     UnsupportedTorchError,
     WrongThreadError,
 )
+from .executor import Executor
 from .stats import Stats, stats
 from .steps import mark_step_begin, step, steps
 from .train_step import TrainStep
@@ -29,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BufferRing",
     "CaptureError",
+    "Executor",
     "GateTimeout",
     "Graph",
     "GraphsafeError",
@@ -45,6 +48,7 @@ __all__ = [
     "Worker",
     "WorkerGroup",
     "WrongThreadError",
+    "attach",
     "capture",
     "compile",
     "current_context",

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ import torch
 from . import gate
 from .errors import GraphsafeError, NoContextError, WrongThreadError
 from .gate import Counters, DeviceGate, Scope
-from .repairs import private
+from .repairs import private, trees
 
 _SEED_BOUND = 2**63 - 1
 MAX_ENDED = 1000  # names of ended contexts that statistics keep apart
@@ -35,16 +36,18 @@ class Resource(Protocol):
 
 
 class _PerThread(threading.local):
-    """This thread's contexts, outermost first."""
+    """This thread's contexts, outermost first, and the record of those that attach() made."""
 
     def __init__(self) -> None:
         self.contexts: list[ThreadContext] = []
+        self.attached: Any = None
 
 
 _per_thread = _PerThread()
 _registry_lock = threading.Lock()  # guards the three below; taken alone
 _live: list[ThreadContext] = []
 _ended: dict[tuple[str, str], Counters] = {}  # (name, device) -> what contexts that have ended did
+left_behind: list[ThreadContext] = []  # of threads that could not end them; kept, so that no graph is destroyed
 _seeding_lock = threading.Lock()  # guards draws of seeds from a generator; taken alone
 
 
@@ -74,7 +77,7 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
 
 
 class ThreadContext:
-    """One thread's state on one device. Made by ``thread_context()`` or ``spawn()``; used by its own thread alone.
+    """One thread's state on one device, used by that thread alone. Made by ``thread_context``, ``attach`` or ``spawn``.
 
     Attributes:
         device: ``torch.device``, with its index on CUDA.
@@ -104,6 +107,7 @@ class ThreadContext:
         self._saved: torch.Generator | torch.Tensor | None = None
         self._swapped_in = b""  # on the CPU: the state that stands in for the default generator's
         self._exit: ExitStack | None = None
+        self.closer: Callable[[ThreadContext], None] | None = None  # how an attached one ends; None: with its block
         self._ident = 0
         self._closed = False
 
@@ -117,9 +121,8 @@ class ThreadContext:
         if gate.capturing() is not None:
             raise GraphsafeError("A thread context was entered inside a capture. Enter it before the capture begins.")
         if self._closed or self._exit is not None:
-            raise GraphsafeError(
-                f"The context {self.name!r} was entered before; a context is entered once. Make a new one."
-            )
+            cure = "Make a new one." if self.closer is None else "attach() has entered it: use it without `with`."
+            raise GraphsafeError(f"The context {self.name!r} was entered before; a context is entered once. {cure}")
         for other in _per_thread.contexts:
             if other.device == self.device:
                 raise GraphsafeError(
@@ -151,18 +154,39 @@ class ThreadContext:
             gate.abandon(self.gate)  # an interrupt may have come between taking a seat and knowing of it
         if gate.capturing() is not None:
             raise GraphsafeError("A thread context was left inside a capture. End the capture first.")
+        try:
+            for inside in reversed(_per_thread.contexts[_per_thread.contexts.index(self) + 1 :]):
+                if inside.closer is not None:
+                    inside.closer(inside)
+        finally:
+            self.end()
+
+    def close(self) -> None:
+        """End a context that ``attach()`` made, and its graphs, before its thread ends. A second call does nothing.
+
+        Raises:
+            WrongThreadError: another thread than its own.
+            GraphsafeError: it ends with a ``with`` block, one inside it is still open, or this thread captures.
+        """
+        if self._closed:
+            return
+        if self._exit is not None:
+            self.check_thread("The context")
+        if self.closer is None:
+            raise GraphsafeError(
+                f"The context {self.name!r} ends with its `with` block, or with its worker: leave the block. close() "
+                "is for contexts that graphsafe.attach() made."
+            )
+        self.closer(self)
+
+    def end(self) -> None:
         assert self._exit is not None
         try:
             self._destroy_graphs()
         finally:
             self._closed = True
             _per_thread.contexts.remove(self)
-            with _registry_lock:
-                _live.remove(self)
-                key = (self.name, str(self.device))
-                if key not in _ended and len(_ended) >= MAX_ENDED:
-                    key = ("(others)", str(self.device))
-                _ended.setdefault(key, Counters()).add(self.counters)
+            retire(self)
             self._exit.close()
 
     def _destroy_graphs(self) -> None:
@@ -172,6 +196,7 @@ class ThreadContext:
         with self.gate.seat(exclusive=False):
             self._close_resources()
             self.drain()
+            trees.mine().close(self.device.index)
             private.clear_cublas_workspaces()  # the workspace of this stream, which nothing uses any more
 
     def _close_resources(self) -> None:
@@ -300,6 +325,16 @@ class ThreadContext:
         if threading.get_ident() != self._ident:
             owner = next((t.name for t in threading.enumerate() if t.ident == self._ident), "a thread that has ended")
             raise WrongThreadError(f"{what} {self.name!r}", owner, threading.current_thread().name)
+
+
+def retire(context: ThreadContext) -> None:
+    """Count a context among those that have ended."""
+    with _registry_lock:
+        _live.remove(context)
+        key = (context.name, str(context.device))
+        if key not in _ended and len(_ended) >= MAX_ENDED:
+            key = ("(others)", str(context.device))
+        _ended.setdefault(key, Counters()).add(context.counters)
 
 
 def thread_context(

@@ -81,10 +81,12 @@ class Hold:
 
 
 class _PerThread(threading.local):
-    """What this thread holds, outermost first."""
+    """What this thread holds, outermost first, and its name when it first came here."""
 
     def __init__(self) -> None:
         self.held: list[Hold] = []
+        ident = threading.get_ident()  # threading.current_thread() would make up a thread for one that is ending
+        self.name = next((t.name for t in threading.enumerate() if t.ident == ident), f"thread {ident}")
 
 
 _per_thread = _PerThread()
@@ -209,7 +211,7 @@ class Scope:
 
     def __enter__(self) -> None:
         hold = self._hold
-        hold.ident, hold.thread_name = threading.get_ident(), threading.current_thread().name
+        hold.ident, hold.thread_name = threading.get_ident(), _per_thread.name
         hold.task, hold.stack = current_task(), _held()
         stack = hold.stack
         here = next((held for held in stack if held.gate is hold.gate), None)

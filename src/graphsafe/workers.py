@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -29,18 +29,36 @@ from .errors import GraphsafeError
 T = TypeVar("T")
 
 
-def _current_streams(devices: set[torch.device]) -> list[torch.cuda.Stream]:
-    return [torch.cuda.current_stream(device) for device in sorted(devices, key=str)]
+class Handover:
+    """Work on tensors that another thread goes on with: its streams wait for that work, and the tensors' memory is not
+    reused before its streams are done with it.
 
+    Made by the thread that hands over, on its current streams. Without CUDA in use it does nothing.
 
-def _cuda_devices(tensors: list[torch.Tensor]) -> set[torch.device]:
-    return {tensor.device for tensor in tensors if tensor.is_cuda}
+    Args:
+        roots: what reaches the tensors.
+        devices: those whose work is handed over besides the tensors' own.
+    """
 
+    def __init__(self, roots: tuple[Any, ...], devices: Iterable[torch.device]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._devices: list[torch.device] = []
+        self._events: list[torch.cuda.Event] = []
+        if torch.cuda.is_initialized():
+            self.tensors = [tensor for tensor in walk.tensors(*roots) if tensor.is_cuda]
+            found = {tensor.device for tensor in self.tensors} | {one for one in devices if one.type == "cuda"}
+            self._devices = sorted(found, key=str)
+            self._events = [torch.cuda.current_stream(device).record_event() for device in self._devices]
 
-def _record(tensors: list[torch.Tensor], device: torch.device, stream: torch.cuda.Stream) -> None:
-    for tensor in tensors:
-        if tensor.device == device and tensor.layout is torch.strided:
-            tensor.record_stream(stream)
+    def take(self) -> None:
+        """Have this thread's current streams wait for the work, and record the tensors on them."""
+        for device in self._devices:
+            stream = torch.cuda.current_stream(device)
+            for event in self._events:
+                stream.wait_event(event)
+            for tensor in self.tensors:
+                if tensor.device == device and tensor.layout is torch.strided:
+                    tensor.record_stream(stream)
 
 
 class Worker(Generic[T]):
@@ -76,48 +94,35 @@ class Worker(Generic[T]):
         self._error: BaseException | None = None
         self._traceback: TracebackType | None = None
         self._retrieved = False  # whether someone has seen the error
-        self._end_events: list[torch.cuda.Event] = []
+        self._handed_back: Handover | None = None
         self._on_end = on_end
         self._arguments = (args, kwargs)
-        handed = walk.tensors(args, kwargs, fn)
-        sources = _cuda_devices(handed) | {c.device for c in active_contexts() if c.device.type == "cuda"}
-        if self.device.type == "cuda":
-            sources.add(self.device)
-        self._sources = sorted(sources, key=str)
-        self._start_events = [stream.record_event() for stream in _current_streams(sources)]
+        handed = Handover((args, kwargs, fn), [self.device, *(context.device for context in active_contexts())])
         run_in = contextvars.copy_context().run
         self._thread = threading.Thread(target=run_in, args=(self._main, fn, handed, seed), name=name, daemon=daemon)
         self.name = self._thread.name
         self._thread.start()
 
-    def _main(self, fn: Callable[..., T], handed: list[torch.Tensor], seed: int) -> None:
+    def _main(self, fn: Callable[..., T], handed: Handover, seed: int) -> None:
         args, kwargs = self._arguments
         value: T | None = None
         error: BaseException | None = None
-        events: list[torch.cuda.Event] = []
+        back: Handover | None = None
         try:
-            with ThreadContext(self.device, seed=seed, name=self.name) as context:
-                for source in self._sources:  # on the context's device its stream, elsewhere this thread's current one
-                    stream = torch.cuda.current_stream(source)
-                    for event in self._start_events:
-                        stream.wait_event(event)
-                    _record(handed, source, stream)
-                handed.clear()
+            with ThreadContext(self.device, seed=seed, name=self.name):
+                handed.take()
+                handed.tensors.clear()
                 value = fn(*args, **kwargs)
-                if torch.cuda.is_initialized():
-                    devices = _cuda_devices(walk.tensors(value))
-                    if context.stream is not None:
-                        devices.add(context.device)
-                    events = [stream.record_event() for stream in _current_streams(devices)]
+                back = Handover((value,), (self.device,))
         except BaseException as exc:
             exc.add_note(f"In worker {self.name!r}.")
-            error, value = exc, None
+            error, value, back = exc, None, None
             self._traceback = exc.__traceback__
         finally:
             del args, kwargs
             self._arguments = ((), {})
             with self._done:
-                self._value, self._error, self._end_events = value, error, events
+                self._value, self._error, self._handed_back = value, error, back
                 self._ended = True
                 self._done.notify_all()
             if self._on_end is not None:
@@ -145,15 +150,8 @@ class Worker(Generic[T]):
         if self._error is not None:
             self._retrieved = True
             raise self._error.with_traceback(self._traceback)  # as it was, however often it is asked for
-        if self._end_events:
-            found = walk.tensors(self._value)
-            devices = _cuda_devices(found)
-            if self.device.type == "cuda":
-                devices.add(self.device)
-            for stream in _current_streams(devices):
-                for event in self._end_events:
-                    stream.wait_event(event)
-                _record(found, stream.device, stream)
+        if self._handed_back is not None:
+            self._handed_back.take()
         return self._value  # type: ignore[return-value]
 
     def __repr__(self) -> str:

@@ -1,7 +1,7 @@
-"""Where the gate plugs into the repairs, which stand below it in the import order.
+"""Where the gate and the contexts plug into the repairs, which stand below them in the import order.
 
 Guarantees:
-- Until the gate has registered, every hook does nothing, so a repair works without it.
+- Until they have registered, every hook does nothing, so a repair works without them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,16 @@ def _no_seats(device_index: int | None) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+def _no_recording(device_index: int, capture: bool) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _not_capturing() -> bool:
+    return False
+
+
 class Hooks:
-    """What the gate does for the repairs.
+    """What the gate and the contexts do for the repairs.
 
     Attributes:
         compile_scope: entered for the length of every compile in this thread (Dynamo's, and a lazy backward's); the
@@ -28,11 +36,16 @@ class Hooks:
         seat_scope: entered around what may overlap no other thread's capture, and meet no other thread's generator:
             a shared seat on the CUDA device with that index; None: on every device used so far, the CPU too. For a
             thread that holds a seat or captures it does nothing.
+        recording_scope: entered where torch's graph trees warm up or (``capture``) record on the CUDA device with that
+            index. The thread is alone on the device then, with its own generator in place of the default one.
+        capturing: whether this thread is inside a capture of its own.
     """
 
     def __init__(self) -> None:
         self.compile_scope: Callable[[str], AbstractContextManager[None]] = _no_scope
         self.seat_scope: Callable[[int | None], AbstractContextManager[None]] = _no_seats
+        self.recording_scope: Callable[[int, bool], AbstractContextManager[None]] = _no_recording
+        self.capturing: Callable[[], bool] = _not_capturing
 
 
 hooks = Hooks()
