@@ -32,6 +32,7 @@ LAYERS = (
     "gate",
     "compile_gate",
     "context",
+    "tree_scopes",
     "attach",
     "workers",
     "executor",

@@ -88,7 +88,13 @@ def test_worker_sees_the_spawners_torch_settings_forward_and_backward() -> None:
 
     with config.patch(recompile_limit=77):
         gs.spawn(work, device="cpu").result(DEADLINE_S)
-    assert seen == [77, 77]
+        assert seen == [77, 77]
+        seen.clear()
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join(DEADLINE_S)
+    if torch.__version__.split("+")[0] == "2.13.0":  # A8
+        assert 77 not in seen, "the pinned torch no longer shows the fault: the test is no proof any more"
 
 
 def test_spawn_rejects_a_device_that_is_not_there_before_anything_runs() -> None:

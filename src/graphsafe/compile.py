@@ -16,7 +16,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from . import repairs
+from . import repairs, tree_scopes  # noqa: F401 - plugs the contexts into the repairs
 from .repairs import Status
 
 _F = TypeVar("_F", bound=Callable[..., Any])

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -36,6 +37,7 @@ class _Depth(threading.local):
 
 
 _depth = _Depth()
+compiles: Counter[str] = Counter()  # what was compiled, and how often; written under the lock
 
 
 class CompileInCapture(CaptureError):
@@ -60,6 +62,7 @@ def _compile_scope(what: str) -> Iterator[None]:
         ident = threading.get_ident()
         _depth.compiles += 1
         gate.compiling[ident] = time.monotonic()
+        compiles[what] += 1
         try:
             yield
         finally:

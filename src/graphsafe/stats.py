@@ -6,11 +6,13 @@ Guarantees:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
 from .capture import Graph
+from .compile_gate import compiles
 from .context import all_counters
 from .gate import Counters
 from .repairs import private
@@ -42,9 +44,16 @@ class ContextStats:
 
 @dataclass(frozen=True)
 class Stats:
-    """All contexts of the process, those alive first. ``str()`` makes a table of it."""
+    """All contexts of the process, those alive first. ``str()`` makes a table of it.
+
+    Attributes:
+        contexts: a record each.
+        compiles: how often each function was compiled since ``install()``, by name, file and line; "a backward" for
+            those that torch compiles on their first run.
+    """
 
     contexts: tuple[ContextStats, ...]
+    compiles: Mapping[str, int] = field(default_factory=dict)
 
     def total(self, field: str) -> int | float:
         """The sum of one count over all contexts."""
@@ -71,6 +80,8 @@ class Stats:
         lines = [
             "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in [header, *rows]
         ]
+        again = {what: times for what, times in self.compiles.items() if times > 1}
+        lines += [f"compiled {times} times: {what}" for what, times in sorted(again.items(), key=lambda item: -item[1])]
         return "\n".join(lines)
 
 
@@ -100,4 +111,4 @@ def stats() -> Stats:
 
     rows = [row(c.name, str(c.device), True, n, sum(sizes.get(pool, 0) for pool in pools[id(c)])) for c, n in live]
     rows += [row(name, device, False, n, 0) for (name, device), n in ended.items()]
-    return Stats(tuple(rows))
+    return Stats(tuple(rows), dict(compiles))

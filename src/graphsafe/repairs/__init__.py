@@ -41,7 +41,24 @@ class Repair(Protocol):
     def undo(self) -> None: ...
 
 
-_NAMES = ("fx_flag", "compile_confinement", "compile_scope", "synchronize", "seeding", "step_markers")
+_NAMES = (
+    "fx_flag",
+    "backward_confinement",
+    "recompile_limit",
+    "one_flight",
+    "compile_confinement",
+    "compile_scope",
+    "synchronize",
+    "seeding",
+    "step_markers",
+    "tree_threads",
+    "tree_functions",
+    "tree_captures",
+    "device_guard",
+    "device_sharing",
+    "symbolic_trace",
+    "autotuner",
+)
 # undone in reverse: two repairs wrap the same function
 REPAIRS: tuple[Repair, ...] = tuple(
     cast(Repair, import_module(f".{name}", __name__))

@@ -38,7 +38,7 @@ EVIDENCE: Final = Evidence(
     versions="2.13, 2.14.1 and 2.15.0, measured",
 )
 _lock = threading.Lock()  # guards the three below; taken under the registry's lock or alone
-_originals: dict[str, tuple[type, type]] = {}  # class name -> (torch's, ours)
+_originals: dict[str, tuple[Any, Any]] = {}  # name -> (torch's object, ours)
 _hook: list[ImportHook] = []  # waits for torch's modules, once a mark came before them
 _generations = itertools.count(1)  # every generation of any thread is a number of its own
 
@@ -79,22 +79,36 @@ def _make_box(original: type) -> type:
     return PerThreadMark(original.__name__, (original,), {"__module__": original.__module__})
 
 
-def _make_tracker(original: type) -> type:
-    base = int(original.__dict__["generation"])
+def _make_tracker(original: Any) -> Any:
+    """Of torch's class, whose attribute counts, a class; of an object that newer torch has in its place, an object."""
+    is_class = isinstance(original, type)
+    base = int(original.__dict__["generation"] if is_class else original.generation)
 
-    class PerThreadGeneration(type):
-        @property
-        def generation(cls) -> int:
-            return _value(_counters.generation, "generation", base)
+    def get(_: object) -> int:
+        return _value(_counters.generation, "generation", base)
 
-        @generation.setter
-        def generation(cls, value: int) -> None:
-            # Modules are tagged with a generation, so two threads must never have the same one by accident.
-            _counters.generation = _latest["generation"] = next(_generations) if value else 0
+    def put(_: object, value: int) -> None:
+        # Modules are tagged with a generation, so two threads must never have the same one by accident.
+        _counters.generation = _latest["generation"] = next(_generations) if value else 0
 
-    return PerThreadGeneration(original.__name__, (original,), {"__module__": original.__module__})
+    counter = {"generation": property(get, put)}
+    if is_class:
+        metaclass = type("PerThreadGeneration", (type,), counter)
+        return metaclass(original.__name__, (original,), {"__module__": original.__module__})
+    kind: Any = type(type(original).__name__, (type(original),), {"__slots__": (), **counter})
+    ours = object.__new__(kind)
+    _hand_over(original, ours)
+    return ours
 
 
+def _hand_over(old: Any, new: Any) -> None:
+    """Have ``new`` know the modules that ``old`` knows, where each is an object."""
+    if not isinstance(old, type):
+        for name in _TABLES:
+            setattr(new, name, getattr(old, name))
+
+
+_TABLES: Final = ("dynamic_classes", "generation_values")
 _MAKERS = {"MarkStepBox": (TREES, _make_box), "GenerationTracker": (MUTATION_GUARD, _make_tracker)}
 
 
@@ -102,7 +116,9 @@ def probe(module: types.ModuleType) -> bool:
     """Whether torch itself lets one thread see what another counts. No thread's step ends: marks go to a copy."""
     if module.__name__ == MUTATION_GUARD:
         tracker = vars(module)["GenerationTracker"]
-        return tracker in {ours for _, ours in _originals.values()} or isinstance(vars(tracker)["generation"], int)
+        if any(tracker is ours for _, ours in _originals.values()):
+            return True
+        return isinstance(vars(tracker)["generation"] if isinstance(tracker, type) else tracker.generation, int)
     box = type("MarkStepBox", (), {"mark_step_counter": 0})
     mark = types.FunctionType(module.mark_step_begin.__code__, {**vars(module), "MarkStepBox": box})
     thread = threading.Thread(target=mark)
@@ -123,13 +139,14 @@ def repair(module: types.ModuleType) -> None:
         if name in _originals:
             return
         original = getattr(module, name, None)
+        if original is None:
+            raise RepairError(f"{module.__name__} has no {name}")
         try:
-            assert isinstance(original, type)
             ours = make(original)
-        except (AssertionError, KeyError, TypeError) as exc:
-            raise RepairError(f"{module.__name__}.{name} is not the class with a counter that it was") from exc
+        except (AttributeError, KeyError, TypeError) as exc:
+            raise RepairError(f"{module.__name__}.{name} does not count as it did") from exc
         if name == "GenerationTracker":
-            _generations = itertools.count(int(original.__dict__["generation"]) + 1)
+            _generations = itertools.count(int(original.generation) + 1)
         _originals[name] = (original, ours)
         _replace(name, original, ours)
 
@@ -143,6 +160,7 @@ def undo() -> None:
             if name not in _originals:
                 continue
             original, ours = _originals.pop(name)
+            _hand_over(ours, original)
             setattr(original, attribute, getattr(ours, attribute) if name == "MarkStepBox" else next(_generations))
             _replace(name, ours, original)
 
@@ -172,7 +190,7 @@ def _imported(module: types.ModuleType) -> None:
         repair(module)
 
 
-def _replace(name: str, old: type, new: type) -> None:
+def _replace(name: str, old: Any, new: Any) -> None:
     """Put ``new`` wherever torch's compiler modules have ``old`` under its name."""
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith(("torch._dynamo", "torch._inductor")) and module.__dict__.get(name) is old:

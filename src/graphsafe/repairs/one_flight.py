@@ -1,0 +1,148 @@
+"""A15: threads that make the first call of one function together compile it once each.
+
+They wait for the compile lock one after the other, and each then compiles without looking whether the artefact is there
+by now. Eight threads compile eight times, and may hit the recompile limit.
+
+The repair looks once more, with the lock held. Where an artefact of the same function and backend passes its guards,
+the frame runs its code. Dynamo can only be answered with an entry for its cache; the one it gets never matches again
+and counts for no limit, so that later calls find the artefact itself.
+
+An older torch compiles a function's lazy backward once a thread in the same way; there its compiler runs once.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import types
+from collections.abc import Callable
+from typing import Any, Final
+
+from ._patches import Evidence, Patches, RepairError
+
+CONVERT_FRAME: Final = "torch._dynamo.convert_frame"
+FAULT: Final = "A15"
+MODULES: Final = (CONVERT_FRAME, "torch._functorch._aot_autograd.runtime_wrappers")
+EVIDENCE: Final = Evidence(
+    fault="threads that make the first call of one function together compile it once each",
+    reports=(),
+    versions="2.13, 2.14.1 and 2.15.0, measured",
+)
+
+_patches = Patches()
+undo = _patches.undo
+
+
+def probe(module: types.ModuleType) -> bool:
+    """Whether whoever gets the compile lock compiles at once: torch evaluates no guards once it has the lock."""
+    if module.__name__ != CONVERT_FRAME:
+        return not hasattr(getattr(module, "_AutogradBackwardCompiler", None), "get_or_compile")
+    entry = getattr(module, "ConvertFrameAssert", None)
+    return entry is None or "_debug_get_cache_entry_list" not in entry.__call__.__code__.co_names
+
+
+def repair(module: types.ModuleType) -> None:
+    """Look for an artefact before a frame is compiled, or compile a lazy backward once: as ``module`` says."""
+    if module.__name__ == CONVERT_FRAME:
+        _repair_frames(module)
+    else:
+        _repair_backwards(module)
+
+
+def _repair_frames(module: types.ModuleType) -> None:
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+    from torch._dynamo import guards
+    from torch._dynamo import types as dynamo_types
+
+    entry = getattr(module, "ConvertFrameAssert", None)
+    if entry is None or not hasattr(dynamo_types, "wrap_guarded_code") or not hasattr(guards, "GuardManagerWrapper"):
+        raise RepairError("Dynamo answers a frame in a way that is not known")
+    original: Callable[..., Any] = entry.__call__
+    region: Callable[[], int] = getattr(module, "get_eval_frame_isolate_recompiles_id", lambda: -1)
+
+    def find(backend: object, frame: Any) -> Any:
+        """The newest artefact that fits this call, if another thread has compiled one."""
+        here = region()
+        for cached in _debug_get_cache_entry_list(frame.f_code):
+            same_backend = _innermost(getattr(cached, "backend", None)) == backend
+            same_region = getattr(cached, "isolate_recompiles_id", here) in (here, -1)
+            if same_backend and same_region and cached.guard_manager.check(frame.f_locals):
+                return cached
+        return None
+
+    @functools.wraps(original)
+    def call(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, "_export", False) or getattr(self, "_package", None) is not None:
+            return original(self, frame, *args, **kwargs)
+        found = find(_innermost(self), frame)
+        if found is None:
+            return original(self, frame, *args, **kwargs)
+        return dynamo_types.wrap_guarded_code(
+            dynamo_types.GuardedCode(
+                found.code, _never(guards, found.guard_manager), found.compile_id, found.trace_annotation
+            )
+        )
+
+    _patches.attribute(entry, "__call__", call)
+
+
+def _innermost(backend: Any) -> Any:
+    """The backend itself, below Dynamo's wrappers, which a cache entry is compared by."""
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    return backend
+
+
+class _Anything:
+    """Lives for ever, and is no local of any frame."""
+
+
+_anything = _Anything()
+
+
+def _never(guards: types.ModuleType, like: Any) -> Any:
+    """Guards that no call passes, and that count for no recompile limit: those count entries for the same objects.
+
+    Args:
+        like: the guards of the artefact, whose names the report of a recompile reads.
+    """
+    manager = guards.GuardManagerWrapper()
+    manager.global_scope, manager.closure_vars = like.global_scope, like.closure_vars
+    manager.root.add_lambda_guard(lambda _: False, ["False  # stood in for another thread's artefact"], None)
+    manager.id_matched_objs = {"no local has this name": lambda: _anything}
+    return manager
+
+
+def _repair_backwards(module: types.ModuleType) -> None:
+    dispatch = getattr(module, "AOTDispatchAutograd", None)
+    if dispatch is None or not isinstance(vars(dispatch).get("post_compile"), staticmethod):
+        raise RepairError("torch compiles its lazy backward in an unknown place")
+    original: Callable[..., Any] = dispatch.post_compile
+    signature = inspect.signature(original)
+    if "aot_config" not in signature.parameters:
+        raise RepairError("torch's lazy backward has no aot_config")
+
+    @functools.wraps(original)
+    def post_compile(*args: Any, **kwargs: Any) -> Any:
+        config = signature.bind(*args, **kwargs).arguments["aot_config"]
+        if getattr(config, "bw_compiler", None) is not None and not isinstance(config.bw_compiler, _Once):
+            config.bw_compiler = _Once(config.bw_compiler)
+        return original(*args, **kwargs)
+
+    _patches.attribute(dispatch, "post_compile", staticmethod(post_compile))
+
+
+class _Once:
+    """Calls ``compiler`` for the first call, whose result every later one gets. Called under the compile lock."""
+
+    def __init__(self, compiler: Callable[..., Any]) -> None:
+        self.compiler = compiler
+        self._lock = threading.RLock()  # guards the result; taken inside the compile lock
+        self._results: list[Any] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            if not self._results:
+                self._results.append(self.compiler(*args, **kwargs))
+            return self._results[0]
