@@ -48,6 +48,11 @@ LAYERS = (
     "train_step",
     "compile",
     "stats",
+    "devices",
+    "model_config",
+    "model_packages",
+    "fault_probes",
+    "doctor",
 )
 
 PUBLIC_NAMES = {
