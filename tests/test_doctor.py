@@ -187,7 +187,7 @@ def test_diagnosis_leaves_the_process_as_it_is() -> None:
         config: Any = torch.compiler.config
         return (
             stance.current(),
-            config.recompile_limit,
+            config.cache_key_tag,
             private.multithreading_enabled(),
             torch.is_grad_enabled(),
             torch.get_rng_state().tolist(),

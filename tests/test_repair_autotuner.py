@@ -558,24 +558,12 @@ def test_inductors_first_launch_benchmarks_once_and_the_second_thread_launches_t
     assert benchmarked == [("mine",)]
 
 
-def test_inductors_later_launches_take_no_lock_and_cost_under_a_microsecond(
-    tuner_class: Any, lock: AnnouncingLock
-) -> None:
+def test_inductors_later_launches_are_torchs_own_function(tuner_class: Any, lock: AnnouncingLock) -> None:
     tuner = tuner_class(lambda tuner, args: None, num_candidates=1)
     tuner.run(1, stream=0)
     assert lock.num_entered == 1
-    original = type(tuner).run.__wrapped__
-
-    def cost_s(run: Callable[..., Any]) -> float:
-        times = []
-        for _ in range(20):
-            start = time.perf_counter()
-            for _ in range(500):
-                run(tuner, 1, stream=0)
-            times.append((time.perf_counter() - start) / 500)
-        return min(times)
-
-    assert cost_s(type(tuner).run) - cost_s(original) < 1e-6
+    assert tuner.run.__func__ is type(tuner).run.__wrapped__
+    assert tuner.run(2, stream=5)[1:] == ((2,), 5)
     assert lock.num_entered == 1
 
 
@@ -595,7 +583,10 @@ def test_inductor_tunes_again_once_its_launchers_are_dropped(tuner_class: Any, l
     benchmarked: list[Any] = []
     tuner = tuner_class(lambda tuner, args: benchmarked.append(args))
     tuner.run(1, stream=0)
-    tuner.launchers = []
+    names = {"__name__": "kernel", "__globals__": {}, "fn": None, "used_global_vals": None, "_hash_lock": None}
+    tuner.fn = types.SimpleNamespace(repr=lambda fn: "kernel", **names)
+    tuner.prepare_for_pickle()
+    assert not tuner.launchers
     vars(tuner).pop("_cached_launcher", None)
     tuner._cached_launcher = None
     tuner.run(2, stream=0)

@@ -196,12 +196,12 @@ def _guards_skipped_by_another_thread() -> Finding:
 
 def _settings_in_workers() -> Finding:
     config: Any = torch.compiler.config
-    before = config.recompile_limit
+    before, probing = config.cache_key_tag, "graphsafe is probing"  # a setting that every supported torch has
 
     def look() -> bool:
-        return bool(config.recompile_limit == before + 3)
+        return bool(config.cache_key_tag == probing)
 
-    config.recompile_limit = before + 3
+    config.cache_key_tag = probing
     try:
         if _in_thread(look):
             return Finding("absent", "a plain thread saw a config set by the thread that started it")
@@ -209,7 +209,7 @@ def _settings_in_workers() -> Finding:
             return Finding("repaired", "a config set before spawn() reached the worker; a plain thread saw the default")
         return Finding("present", "neither a worker nor a plain thread saw a config set before it started")
     finally:
-        config.recompile_limit = before
+        config.cache_key_tag = before
 
 
 def _backward_thread() -> Finding:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -68,3 +72,52 @@ def test_seeding_waits_for_the_capture_of_another_thread_and_neither_seed_is_los
 def test_synchronize_waits_for_the_capture_of_another_thread(synchronize: Callable[[], None]) -> None:
     early, *_ = _beside_a_capture(synchronize)
     assert not early
+
+
+LOCKED_STEP = """
+import faulthandler, json, sys, threading
+faulthandler.dump_traceback_later(80, exit=True)
+import torch
+from torch.utils.checkpoint import checkpoint
+if sys.argv[1] == "graphsafe":
+    import graphsafe
+    graphsafe.install()
+lock, got, idents = threading.RLock(), [], []
+
+def layer(x):
+    taken = lock.acquire(timeout=2)  # whoever recomputes must be the thread that holds the lock around the step
+    got.append(taken)
+    idents.append(threading.get_ident())
+    if taken:
+        lock.release()
+    return x.sin()
+
+def step():
+    x = torch.ones(8, device="cuda", requires_grad=True)
+    with lock:
+        checkpoint(layer, x, use_reentrant=sys.argv[2] == "reentrant").sum().backward()
+
+for body in (step, lambda: [thread.start() or thread.join() for thread in [threading.Thread(target=step)]]):
+    body()
+print(json.dumps([got, len(set(idents))]))
+"""
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "not reentrant"])
+def test_recompute_meets_the_lock_of_its_own_thread_and_another_one_on_plain_torch(kind: str) -> None:
+    def run(who: str) -> tuple[list[bool], int]:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", LOCKED_STEP, who, kind],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(["src", os.environ.get("PYTHONPATH", "")])},
+        )
+        assert done.returncode == 0, done.stderr
+        got, threads = json.loads(done.stdout)
+        return got, threads
+
+    got, _ = run("plain")
+    assert got == [True, False, True, False], "plain torch recomputes on a thread of its own"
+    got, threads = run("graphsafe")
+    assert got == [True] * 4 and threads == 2

@@ -112,9 +112,21 @@ def _repair_inductor(autotuner: Any) -> None:
                 setattr(launcher, _LAUNCHED, True)  # the mark goes where the choice goes
             except (AttributeError, TypeError, ValueError):
                 _launches_itself.add(self)
+            else:
+                if type(self).run is run:  # later launches come to torch's own function, at no cost
+                    self.run = types.MethodType(original, self)
             return result
 
     _patches.attribute(autotuner, "run", run)
+    prepare = vars(autotuner).get("prepare_for_pickle")
+    if prepare is not None:
+
+        @functools.wraps(prepare)
+        def prepare_for_pickle(self: Any) -> Any:
+            vars(self).pop("run", None)  # what it has chosen is dropped, so that its next launch is a first one
+            return prepare(self)
+
+        _patches.attribute(autotuner, "prepare_for_pickle", prepare_for_pickle)
 
 
 class _Untuned(BaseException):

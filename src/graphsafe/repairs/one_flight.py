@@ -30,6 +30,8 @@ EVIDENCE: Final = Evidence(
     versions="2.13, 2.14.1 and 2.15.0, measured",
 )
 
+_BACKEND: Final = "_graphsafe_backend"
+
 _patches = Patches()
 undo = _patches.undo
 
@@ -65,7 +67,8 @@ def _repair_frames(module: types.ModuleType) -> None:
         """The newest artefact that fits this call, if another thread has compiled one."""
         here = region()
         for cached in _debug_get_cache_entry_list(frame.f_code):
-            same_backend = _innermost(getattr(cached, "backend", None)) == backend
+            compiled_by = getattr(cached, "backend", None) or getattr(cached.guard_manager, _BACKEND, None)
+            same_backend = compiled_by is not None and _innermost(compiled_by) == backend
             same_region = getattr(cached, "isolate_recompiles_id", here) in (here, -1)
             if same_backend and same_region and cached.guard_manager.check(frame.f_locals):
                 return cached
@@ -77,11 +80,13 @@ def _repair_frames(module: types.ModuleType) -> None:
             return original(self, frame, *args, **kwargs)
         found = find(_innermost(self), frame)
         if found is None:
-            return original(self, frame, *args, **kwargs)
+            result = original(self, frame, *args, **kwargs)
+            if result.guarded_code is not None:  # older torch does not show a cache entry's backend
+                setattr(result.guarded_code.guard_manager, _BACKEND, self)
+            return result
+        never = _never(guards, found.guard_manager)
         return dynamo_types.wrap_guarded_code(
-            dynamo_types.GuardedCode(
-                found.code, _never(guards, found.guard_manager), found.compile_id, found.trace_annotation
-            )
+            dynamo_types.GuardedCode(found.code, never, found.compile_id, found.trace_annotation)
         )
 
     _patches.attribute(entry, "__call__", call)
@@ -109,7 +114,11 @@ def _never(guards: types.ModuleType, like: Any) -> Any:
     """
     manager = guards.GuardManagerWrapper()
     manager.global_scope, manager.closure_vars = like.global_scope, like.closure_vars
-    manager.root.add_lambda_guard(lambda _: False, ["False  # stood in for another thread's artefact"], None)
+    guard = (lambda _: False, ["False  # stood in for another thread's artefact"])
+    try:
+        manager.root.add_lambda_guard(*guard, None)
+    except TypeError:  # older torch notes no user's stack with a guard
+        manager.root.add_lambda_guard(*guard)
     manager.id_matched_objs = {"no local has this name": lambda: _anything}
     return manager
 
