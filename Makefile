@@ -2,6 +2,7 @@
 PYTHON ?= python3
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 PYTEST_ARGS ?= -q
+VERSIONS ?= 2.9.1 2.11.0 2.13.0 2.14.1 2.15.0
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,15 +12,23 @@ TEST_ENV := $(VENV)/.installed-dev-torch-$(TORCH)
 INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format type pytest bench clean
+.PHONY: help demo test test-versions lint format type pytest bench clean
 
 help:  ## this list
-	@sed -n "s/^\([a-z]*\):.*## */  \1 /p" Makefile | awk "{ name = \$$1; \$$1 = \"\"; printf \"  %-8s%s\\n\", name, \$$0 }"
+	@sed -n "s/^\([a-z-]*\):.*## */  \1 /p" Makefile | awk "{ name = \$$1; \$$1 = \"\"; printf \"  %-14s%s\\n\", name, \$$0 }"
 
 demo: $(DEMO_ENV)  ## train a DFlash drafter for a small language model on this machine, and measure it
 	$(BIN)/python -m examples.dflash demo $(ARGS)
 
 test: lint type pytest  ## lint, types and tests; CUDA tests run where there is a GPU. TORCH=2.14.1 picks a torch
+
+test-versions:  ## the tests on each of VERSIONS, one at a time in an environment that is removed again (gigabytes each)
+	@failed=; for version in $(VERSIONS); do \
+		echo "== torch $$version" >&2; \
+		$(MAKE) --no-print-directory pytest VENV=.venv-$$version TORCH=$$version || failed="$$failed $$version"; \
+		rm -rf .venv-$$version; \
+	done; \
+	if [ -n "$$failed" ]; then echo "the tests fail on torch$$failed" >&2; exit 1; fi
 
 lint: $(TEST_ENV)  ## ruff: rules and formatting
 	$(BIN)/ruff check .

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from graphsafe.compile import compile, install, installed, uninstall
-from tests.helpers import run_threads
+from tests.helpers import DEADLINE_S, run_threads
 
 
 @pytest.fixture(autouse=True)
@@ -146,7 +146,7 @@ def test_plain_torch_compile_is_repaired_by_install_and_threads_trace_beside_it(
     install()
     compiled = torch.compile(lambda x: x + 1, backend="eager")
     compiled(torch.ones(2))
-    done = threading.Event()
+    tracing, done = threading.Event(), threading.Event()
 
     def body(index: int) -> int:
         if index == 0:  # traces for as long as the others call
@@ -154,8 +154,10 @@ def test_plain_torch_compile_is_repaired_by_install_and_threads_trace_beside_it(
             while not done.is_set():
                 torch.fx.symbolic_trace(lambda x: x * 2 + 1)
                 traces += 1
+                tracing.set()
             return traces
         try:
+            assert tracing.wait(DEADLINE_S)
             for _ in range(200):
                 compiled(torch.ones(2))
         finally:

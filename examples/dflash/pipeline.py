@@ -99,6 +99,9 @@ class Pipeline:
     Args:
         rings: between the threads.
         stop: set by anyone to end it after the round that is being read.
+
+    Attributes:
+        compiling: one drafter compiles at a time, forward and backward: the next one's device then runs the same code.
     """
 
     def __init__(self, rings: Rings, stop: threading.Event) -> None:
@@ -106,6 +109,7 @@ class Pipeline:
         self.failed = threading.Event()
         self._aborts: list[Callable[[], None]] = []
         num_drafters = len(self.topology.drafters)
+        self.compiling = threading.Lock()  # held while a thread compiles all it needs; taken with no seat held
         self._ready = threading.Barrier(len(self.topology.targets) + num_drafters)
         self._round = threading.Barrier(num_drafters)
         self._done = threading.Barrier(num_drafters)

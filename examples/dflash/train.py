@@ -230,7 +230,8 @@ def _drafter_body(run: Run, number: int, stack: ExitStack) -> None:
     step = DrafterStep(model, *run.weights[device], config, run.num_steps, replica)
     stack.callback(step.close)
     if replica.size > 1:
-        step.warm_up(_padding(run, device))
+        with run.pipeline.compiling:
+            step.warm_up(_padding(run, device))
         run.pipeline.meet()
     trainer = _Trainer(run, number, step, replica)
     run.pipeline.run_drafter(number, trainer)

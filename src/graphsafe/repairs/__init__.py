@@ -43,6 +43,8 @@ class Repair(Protocol):
 
 _NAMES = (
     "fx_flag",
+    "dispatch_modes",
+    "graph_metadata",
     "backward_confinement",
     "recompile_limit",
     "one_flight",
