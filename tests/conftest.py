@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from graphsafe.repairs import device_guard
 
 ROOT = Path(__file__).parents[1]
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -21,3 +24,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs two CUDA devices, found {num_gpus}"))
         elif item.get_closest_marker("cuda") is not None and num_gpus < 1:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_configure() -> None:
+    """Keep a torch that has A16 from crashing where a test compiles with plain torch in threads of this process."""
+    if device_guard.probe(sys.modules["torch._subclasses.fake_tensor"]):
+        device_guard._run_and_stay(torch._C._ensureCUDADeviceGuardSet)
+        torch._C._ensureCUDADeviceGuardSet = lambda: None

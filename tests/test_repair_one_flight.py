@@ -59,16 +59,19 @@ class Backend:
         return gm.forward
 
 
-def compiles_of(fullgraph: bool) -> int:
+def whole(x: Tensor) -> Tensor:
+    return x.sin().cos()
+
+
+def broken(x: Tensor) -> Tensor:
+    y = x.sin()
+    torch._dynamo.graph_break()
+    return y.cos()
+
+
+def compiles_of(function: Callable[[Tensor], Tensor]) -> int:
     backend = Backend()
-
-    def function(x: Tensor) -> Tensor:
-        y = x.sin()
-        if not fullgraph:
-            torch._dynamo.graph_break()
-        return y.cos()
-
-    compiled = torch.compile(function, backend=backend, fullgraph=fullgraph)
+    compiled = torch.compile(function, backend=backend, fullgraph=function is whole)
     x = torch.arange(3.0)
     for result in run_threads(NUM_THREADS, lambda _: compiled(x)):
         assert torch.equal(result, x.sin().cos())
@@ -76,17 +79,17 @@ def compiles_of(fullgraph: bool) -> int:
 
 
 def test_eight_first_calls_compile_once_and_eight_times_on_plain_torch() -> None:
-    plain = compiles_of(fullgraph=True)
+    plain = compiles_of(whole)
     if torch.__version__.split("+")[0] == "2.13.0":
         assert plain == NUM_THREADS, "the pinned torch no longer shows the fault: the test is no proof any more"
     torch._dynamo.reset()
     install()
-    assert compiles_of(fullgraph=True) == 1
+    assert compiles_of(whole) == 1
 
 
 def test_eight_first_calls_compile_each_part_of_a_broken_graph_once() -> None:
     install()
-    assert compiles_of(fullgraph=False) == 2
+    assert compiles_of(broken) == 2
 
 
 def test_what_stood_in_for_an_artefact_costs_no_recompile_limit_and_no_later_compile() -> None:

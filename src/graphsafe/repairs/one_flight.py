@@ -16,6 +16,7 @@ import functools
 import inspect
 import threading
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -63,15 +64,20 @@ def _repair_frames(module: types.ModuleType) -> None:
     original: Callable[..., Any] = entry.__call__
     region: Callable[[], int] = getattr(module, "get_eval_frame_isolate_recompiles_id", lambda: -1)
 
+    # Compiled, but not in Dynamo's cache yet: it is put there once the compile lock is free again. Under that lock.
+    made: weakref.WeakKeyDictionary[types.CodeType, list[tuple[Any, int, Any]]] = weakref.WeakKeyDictionary()
+
     def find(backend: object, frame: Any) -> Any:
         """The newest artefact that fits this call, if another thread has compiled one."""
-        here = region()
-        for cached in _debug_get_cache_entry_list(frame.f_code):
-            compiled_by = getattr(cached, "backend", None) or getattr(cached.guard_manager, _BACKEND, None)
+        here, entries = region(), _debug_get_cache_entry_list(frame.f_code)
+        cached = [entry.code for entry in entries]
+        waiting = [item for item in made.get(frame.f_code, []) if item[2].code not in cached]
+        made[frame.f_code] = waiting
+        candidates = [*waiting, *((*_origin(entry, here), entry) for entry in entries)]
+        for compiled_by, compiled_in, artefact in candidates:
             same_backend = compiled_by is not None and _innermost(compiled_by) == backend
-            same_region = getattr(cached, "isolate_recompiles_id", here) in (here, -1)
-            if same_backend and same_region and cached.guard_manager.check(frame.f_locals):
-                return cached
+            if same_backend and compiled_in in (here, -1) and artefact.guard_manager.check(frame.f_locals):
+                return artefact
         return None
 
     @functools.wraps(original)
@@ -81,8 +87,9 @@ def _repair_frames(module: types.ModuleType) -> None:
         found = find(_innermost(self), frame)
         if found is None:
             result = original(self, frame, *args, **kwargs)
-            if result.guarded_code is not None:  # older torch does not show a cache entry's backend
+            if result.guarded_code is not None:
                 setattr(result.guarded_code.guard_manager, _BACKEND, self)
+                made.setdefault(frame.f_code, []).append((self, region(), result.guarded_code))
             return result
         never = _never(guards, found.guard_manager)
         return dynamo_types.wrap_guarded_code(
@@ -90,6 +97,12 @@ def _repair_frames(module: types.ModuleType) -> None:
         )
 
     _patches.attribute(entry, "__call__", call)
+
+
+def _origin(entry: Any, here: int) -> tuple[Any, int]:
+    """The backend and the region of a cache entry; older torch shows no backend, and has no regions."""
+    compiled_by = getattr(entry, "backend", None) or getattr(entry.guard_manager, _BACKEND, None)
+    return compiled_by, getattr(entry, "isolate_recompiles_id", here)
 
 
 def _innermost(backend: Any) -> Any:
