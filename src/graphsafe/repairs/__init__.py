@@ -45,6 +45,7 @@ _NAMES = (
     "fx_flag",
     "dispatch_modes",
     "graph_metadata",
+    "fullgraph",
     "backward_confinement",
     "recompile_limit",
     "one_flight",
