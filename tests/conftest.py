@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs two CUDA devices, found {num_gpus}"))
         elif item.get_closest_marker("cuda") is not None and num_gpus < 1:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def no_dispatch_mode_is_noted_for_good() -> Iterator[None]:
+    """Threads whose modes overlap leave flags of the process set (A18), and later tests would compile nothing."""
+    yield
+    flags = vars(torch.utils._python_dispatch)
+    flags.update({name: False for name, value in flags.items() if name.startswith("_is_in_") and value is True})
 
 
 def pytest_configure() -> None:
