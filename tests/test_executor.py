@@ -583,6 +583,7 @@ def test_executor_awaited_call_is_cancelled_with_its_task(pool: gs.Executor) -> 
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
+        await asyncio.sleep(0)  # the loop tells the pool of the cancellation
         release.set()
         await busy
         await loop.run_in_executor(pool, ran.append, 2)
