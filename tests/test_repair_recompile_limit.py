@@ -11,6 +11,7 @@ from torch import Tensor
 
 import graphsafe
 from graphsafe.errors import GraphsafeWarning
+from tests.helpers import run_threads
 
 
 @pytest.fixture(autouse=True)
@@ -58,3 +59,25 @@ def test_stats_tell_how_often_a_function_was_compiled() -> None:
     before = graphsafe.stats().compiles[what]
     assert before >= 3
     assert f"compiled {before} times: {what}" in str(graphsafe.stats())
+
+
+def test_stats_count_what_threads_compile_together_once_and_name_modules() -> None:
+    graphsafe.install()
+
+    class Doubling(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2
+
+    def alone(x: Tensor) -> Tensor:
+        return x + 3
+
+    before = graphsafe.stats().compiles
+    compiled = [torch.compile(one, backend="eager") for one in (Doubling(), alone, torch.nn.Sequential(Doubling()))]
+    for one in compiled:
+        run_threads(4, lambda _, one=one: one(torch.ones(2)))
+    names = ("Doubling.forward (", "alone (", "Sequential")
+    found = {name: 0 for name in names}
+    for what, times in graphsafe.stats().compiles.items():
+        for name in names:
+            found[name] += (times - before.get(what, 0)) if name in what else 0
+    assert found == dict.fromkeys(names, 1)

@@ -37,7 +37,7 @@ class _Depth(threading.local):
 
 
 _depth = _Depth()
-compiles: Counter[str] = Counter()  # what was compiled, and how often; written under the lock
+compiles: Counter[str] = Counter()  # what was compiled, and how often; written under the compile lock
 
 
 class CompileInCapture(CaptureError):
@@ -62,7 +62,6 @@ def _compile_scope(what: str) -> Iterator[None]:
         ident = threading.get_ident()
         _depth.compiles += 1
         gate.compiling[ident] = time.monotonic()
-        compiles[what] += 1
         try:
             yield
         finally:
@@ -102,5 +101,12 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
+
+
+def _compiled(what: str) -> None:
+    compiles[what] += 1
+
+
 hooks.compile_scope = _compile_scope
+hooks.compiled = _compiled
 hooks.seat_scope = _seat_scope

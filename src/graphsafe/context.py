@@ -60,9 +60,10 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    except RuntimeError as exc:
-        raise GraphsafeError(f"{device!r} names no device ({exc}). Name one as torch does: 'cpu', 'cuda:0'.") from exc
+        found = torch.device("cuda", device) if type(device) is int else torch.device(device)
+    except (RuntimeError, TypeError) as exc:
+        why = str(exc).partition("\n")[0]
+        raise GraphsafeError(f"{device!r} names no device ({why}). Name one as torch does: 'cpu', 'cuda:0'.") from exc
     if found.type == "cpu":
         return torch.device("cpu")
     if found.type != "cuda":
@@ -110,8 +111,6 @@ class ThreadContext:
         self.closer: Callable[[ThreadContext], None] | None = None  # how an attached one ends; None: with its block
         self._ident = 0
         self._closed = False
-
-    # life
 
     def __enter__(self) -> ThreadContext:
         if torch.compiler.is_dynamo_compiling():  # is_compiling() is one flag for all threads
@@ -365,9 +364,9 @@ def current_context(device: torch.device | str | int | None = None) -> ThreadCon
     """
     contexts = _per_thread.contexts
     if device is None:
-        if contexts:
-            return contexts[-1]
-        raise NoContextError("current_context()")
+        if not contexts:
+            raise NoContextError("current_context()")
+        return contexts[-1]
     wanted = resolve_device(device)
     for context in contexts:
         if context.device == wanted:

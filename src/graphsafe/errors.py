@@ -118,8 +118,9 @@ class NoContextError(GraphsafeError):
         where = f" for {self.device}" if self.device is not None else ""
         return (
             f"{self.what} needs a thread context{where}, and this thread has none. Captures and replays happen on a "
-            "context's own stream with its own RNG. Wrap the code in `with graphsafe.thread_context(device):`, or run "
-            "it in a thread started by graphsafe.spawn()."
+            "context's own stream with its own RNG. Wrap the code in `with graphsafe.thread_context(device):`, run it "
+            "in a thread of graphsafe.spawn() or a graphsafe.Executor, or call graphsafe.attach(device) first in a "
+            "thread that somebody else started."
         )
 
 

@@ -66,7 +66,8 @@ class Loop:
         loss = result[0] if pair else result
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise GraphsafeError(
-                f"loss_fn returned {type(result).__name__}; it returns a loss of one element, or a tuple (loss, aux)."
+                f"loss_fn returned {_described(result)}; it returns a loss of one element, or a tuple (loss, aux). "
+                "Reduce the loss with .mean() or .sum()."
             )
         if not loss.requires_grad:
             raise GraphsafeError("The loss does not require grad: no parameter takes part in it, or grad mode is off.")
@@ -232,3 +233,10 @@ class Loop:
             if now is not expected and (now is None or now is not self.static_gradients.get(parameter)):
                 return True
         return False
+
+
+def _described(result: Any) -> str:
+    """What was returned, for a message."""
+    if isinstance(result, torch.Tensor):
+        return f"a tensor of shape {tuple(result.shape)}"
+    return type(result).__name__

@@ -48,8 +48,8 @@ class Stats:
 
     Attributes:
         contexts: a record each.
-        compiles: how often each function was compiled since ``install()``, by name, file and line; "a backward" for
-            those that torch compiles on their first run.
+        compiles: how often each function, or part of one after a graph break, was compiled since ``install()``, by
+            name, file and line, or for a module by its class. Calls that found an artefact are not counted.
     """
 
     contexts: tuple[ContextStats, ...]

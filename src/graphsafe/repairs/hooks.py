@@ -22,6 +22,10 @@ def _no_recording(device_index: int, capture: bool) -> AbstractContextManager[No
     return nullcontext()
 
 
+def _not_counted(what: str) -> None:
+    return None
+
+
 def _not_capturing() -> bool:
     return False
 
@@ -38,6 +42,7 @@ class Hooks:
             thread that holds a seat or captures it does nothing.
         recording_scope: entered where torch's graph trees warm up or (``capture``) record on the CUDA device with that
             index. The thread is alone on the device then, with its own generator in place of the default one.
+        compiled: told of every frame that was compiled, with its name; under the compile lock.
         capturing: whether this thread is inside a capture of its own.
     """
 
@@ -45,6 +50,7 @@ class Hooks:
         self.compile_scope: Callable[[str], AbstractContextManager[None]] = _no_scope
         self.seat_scope: Callable[[int | None], AbstractContextManager[None]] = _no_seats
         self.recording_scope: Callable[[int, bool], AbstractContextManager[None]] = _no_recording
+        self.compiled: Callable[[str], None] = _not_counted
         self.capturing: Callable[[], bool] = _not_capturing
 
 

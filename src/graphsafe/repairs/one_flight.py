@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from ._patches import Evidence, Patches, RepairError
+from .hooks import hooks
 
 CONVERT_FRAME: Final = "torch._dynamo.convert_frame"
 FAULT: Final = "A15"
@@ -31,6 +32,7 @@ EVIDENCE: Final = Evidence(
     versions="2.13, 2.14.1 and 2.15.0, measured",
 )
 
+_WRAPPER: Final = "_dynamo/external_utils.py"
 _BACKEND: Final = "_graphsafe_backend"
 
 _patches = Patches()
@@ -88,6 +90,7 @@ def _repair_frames(module: types.ModuleType) -> None:
         if found is None:
             result = original(self, frame, *args, **kwargs)
             if result.guarded_code is not None:
+                hooks.compiled(_name(frame))
                 setattr(result.guarded_code.guard_manager, _BACKEND, self)
                 made.setdefault(frame.f_code, []).append((self, region(), result.guarded_code))
             return result
@@ -97,6 +100,18 @@ def _repair_frames(module: types.ModuleType) -> None:
         )
 
     _patches.attribute(entry, "__call__", call)
+
+
+def _name(frame: Any) -> str:
+    """What is compiled: function, file and line; of a module, or what else Dynamo calls through a function of its own,
+    that one's name."""
+    code = frame.f_code
+    wrapped = frame.f_locals.get("fn") if code.co_filename.endswith(_WRAPPER) else None
+    if wrapped is None:
+        return f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
+    owner = getattr(wrapped, "__self__", None)
+    name = getattr(wrapped, "__qualname__", type(wrapped).__qualname__)
+    return name if owner is None else f"{type(owner).__qualname__}.{getattr(wrapped, '__name__', name)}"
 
 
 def _origin(entry: Any, here: int) -> tuple[Any, int]:
