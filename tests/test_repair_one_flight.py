@@ -174,3 +174,33 @@ def test_eight_first_backwards_compile_one_backward() -> None:
     for index, gradient in enumerate(run_threads(NUM_THREADS, body)):
         assert torch.allclose(gradient, torch.full((3,), float(index)).cos())
     assert len(backwards) <= 1  # none, where this torch compiles backwards with their forwards and lazily not at all
+
+
+def test_a_file_that_is_imported_twice_keeps_its_functions_apart() -> None:
+    """Their code is equal, and their globals are not."""
+    install()
+    source = "import torch\ndef f(x):\n    return x.sin() + K\n"
+    first, second = {"K": 1}, {"K": 2}
+    for names in (first, second):
+        exec(compile(source, "twice.py", "exec"), names)
+    x = torch.zeros(2)
+    for names in (first, second, first):
+        assert torch.compile(names["f"], backend="eager")(x).tolist() == [names["K"]] * 2  # type: ignore[operator]
+
+
+def test_an_artefact_is_gone_after_a_reset() -> None:
+    install()
+
+    def call(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        return function(x)
+
+    compiled = torch.compile(call, backend="eager")
+    for number in range(30):  # each closure may lie where the one before it lay
+        function = _adding(number)
+        assert compiled(torch.zeros(1), function).item() == number
+        torch._dynamo.reset()
+        del function
+
+
+def _adding(number: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: x + number

@@ -197,8 +197,9 @@ class Executor(ThreadPoolExecutor):
             torch.cuda.set_stream(context.stream)  # and its device
         torch.autograd.set_multithreading_enabled(False)
         torch.set_grad_enabled(True)
-        for device_type in ("cpu", "cuda"):
+        for device_type, dtype in (("cpu", torch.bfloat16), ("cuda", torch.float16)):  # torch's own defaults
             torch.set_autocast_enabled(device_type, False)
+            torch.set_autocast_dtype(device_type, dtype)
         torch.set_default_device(None)
 
     def _thread_seed(self) -> int:

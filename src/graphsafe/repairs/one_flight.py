@@ -16,8 +16,8 @@ import functools
 import inspect
 import threading
 import types
-import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 from ._patches import Evidence, Patches, RepairError
@@ -63,19 +63,19 @@ def _repair_frames(module: types.ModuleType) -> None:
     entry = getattr(module, "ConvertFrameAssert", None)
     if entry is None or not hasattr(dynamo_types, "wrap_guarded_code") or not hasattr(guards, "GuardManagerWrapper"):
         raise RepairError("Dynamo answers a frame in a way that is not known")
+    outer = getattr(module, "CatchErrorsWrapper", None)
+    if outer is None:
+        raise RepairError("torch._dynamo.convert_frame has no CatchErrorsWrapper")
     original: Callable[..., Any] = entry.__call__
     region: Callable[[], int] = getattr(module, "get_eval_frame_isolate_recompiles_id", lambda: -1)
 
-    # Compiled, but not in Dynamo's cache yet: it is put there once the compile lock is free again. Under that lock.
-    made: weakref.WeakKeyDictionary[types.CodeType, list[tuple[Any, int, Any]]] = weakref.WeakKeyDictionary()
+    made: list[_Made] = []  # compiled, and not in Dynamo's cache yet, which comes once the compile lock is free again
 
     def find(backend: object, frame: Any) -> Any:
         """The newest artefact that fits this call, if another thread has compiled one."""
-        here, entries = region(), _debug_get_cache_entry_list(frame.f_code)
-        cached = [entry.code for entry in entries]
-        waiting = [item for item in made.get(frame.f_code, []) if item[2].code not in cached]
-        made[frame.f_code] = waiting
-        candidates = [*waiting, *((*_origin(entry, here), entry) for entry in entries)]
+        here = region()
+        candidates = [(one.backend, one.region, one.artefact) for one in made if one.code is frame.f_code]
+        candidates += [(*_origin(entry, here), entry) for entry in _debug_get_cache_entry_list(frame.f_code)]
         for compiled_by, compiled_in, artefact in candidates:
             same_backend = compiled_by is not None and _innermost(compiled_by) == backend
             if same_backend and compiled_in in (here, -1) and artefact.guard_manager.check(frame.f_locals):
@@ -92,14 +92,49 @@ def _repair_frames(module: types.ModuleType) -> None:
             if result.guarded_code is not None:
                 hooks.compiled(_name(frame))
                 setattr(result.guarded_code.guard_manager, _BACKEND, self)
-                made.setdefault(frame.f_code, []).append((self, region(), result.guarded_code))
+                one = _Made(frame.f_code, self, region(), result.guarded_code)
+                made.append(one)
+                _per_thread.made.append(one)
             return result
         never = _never(guards, found.guard_manager)
         return dynamo_types.wrap_guarded_code(
             dynamo_types.GuardedCode(found.code, never, found.compile_id, found.trace_annotation)
         )
 
+    enter: Callable[..., Any] = outer.__call__
+
+    @functools.wraps(enter)
+    def look_at_frame(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before, _per_thread.made = _per_thread.made, []
+        try:
+            return enter(self, *args, **kwargs)
+        finally:  # from here Dynamo puts what was made into its cache
+            for one in _per_thread.made:
+                made.remove(one)
+            _per_thread.made = before
+
     _patches.attribute(entry, "__call__", call)
+    _patches.attribute(outer, "__call__", look_at_frame)
+
+
+@dataclass(eq=False)
+class _Made:
+    """An artefact that Dynamo has made and not kept yet."""
+
+    code: types.CodeType  # compared by identity: a file that is imported twice has equal code with other globals
+    backend: Any
+    region: int
+    artefact: Any
+
+
+class _PerThread(threading.local):
+    """What this thread has made for the frame that Dynamo looks at."""
+
+    def __init__(self) -> None:
+        self.made: list[_Made] = []
+
+
+_per_thread = _PerThread()
 
 
 def _name(frame: Any) -> str:
