@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +16,10 @@ import pytest
 import torch
 
 import graphsafe
+from graphsafe import gate
 from graphsafe.errors import GraphsafeWarning
 from graphsafe.repairs import tree_functions
-from tests.helpers import run_threads
+from tests.helpers import DEADLINE_S, join_threads, run_threads
 
 ROOT = Path(__file__).parents[1]
 
@@ -119,3 +121,30 @@ def test_a_forked_child_compiles_and_draws_after_install() -> None:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout == "done\n"
+
+
+def test_install_beside_a_compile_that_goes_on_to_compile_something_nested_lets_other_threads_compile() -> None:
+    inner = torch.compile(lambda x: x + 1, backend="eager")
+    inside, go_on = threading.Event(), threading.Event()
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Any:
+        inside.set()
+        assert go_on.wait(DEADLINE_S)
+        inner(torch.ones(2))  # 3. with torch's lock held since before the repair
+        return gm.forward
+
+    outer = torch.compile(lambda x: x * 2, backend=backend)
+    results: list[float] = []
+    first = threading.Thread(target=lambda: results.append(outer(torch.ones(3)).sum().item()), daemon=True)
+    first.start()
+    assert inside.wait(DEADLINE_S)  # 1. plain torch compiles
+    graphsafe.install()
+    other = torch.compile(lambda x: x - 1, backend="eager")
+    second = threading.Thread(target=lambda: results.append(other(torch.ones(4)).sum().item()), daemon=True)
+    second.start()
+    while not gate.compiling:  # 2. another thread is in the gate's scope, and waits for torch's lock
+        assert second.is_alive()
+        threading.Event().wait(0.001)
+    go_on.set()
+    join_threads([first, second])
+    assert sorted(results) == [0, 6]

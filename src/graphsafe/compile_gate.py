@@ -59,15 +59,16 @@ def _compile_scope(what: str) -> Iterator[None]:
         return
     with gate.released():
         _acquire(what)
-        ident = threading.get_ident()
+        ident, process = threading.get_ident(), os.getpid()
         _depth.compiles += 1
         gate.compiling[ident] = time.monotonic()
         try:
             yield
         finally:
-            del gate.compiling[ident]
-            _depth.compiles -= 1
-            _lock.release()
+            if os.getpid() == process:  # a forked child, which closes what its parent's threads had open, holds none
+                del gate.compiling[ident]
+                _depth.compiles -= 1
+                _lock.release()
 
 
 def _acquire(what: str) -> None:

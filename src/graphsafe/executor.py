@@ -2,9 +2,9 @@
 
 Guarantees:
 - A thread of the pool has one context from its first call to its end, so its graphs serve one request after another.
-- Every call starts in one known state, whatever the calls before it left behind: the pool's device and stream are
-  current, autograd confined, grad mode on, autocast off, no default device, and a copy of the submitter's context
-  variables (torch's config overrides are among them since torch 2.12).
+- Every call starts in one known state: the pool's device and stream are current, autograd confined, grad mode on,
+  autocast off, no default device, and a copy of the submitter's context variables (torch's config overrides are among
+  them since torch 2.12). A mode that a call enters and does not leave stays with its thread.
 - Tensors cross safely both ways: the call waits for the submitter's streams, and whoever asks the future for its result
   waits for the call's. An event loop that awaits the call does so on its own thread.
 - A call that fails, or that returns with a seat held, leaves no seat behind for other threads to wait for.

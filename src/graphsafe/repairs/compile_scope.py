@@ -73,7 +73,9 @@ class ScopedLock:
 
     def __enter__(self) -> bool:
         with ExitStack() as stack:
-            stack.enter_context(_scope(_per_thread.what or "torch._dynamo, outside a frame"))
+            # A thread that has it, from before the repair too, waits for nothing: another may be in the scope by now.
+            if not self.lock._is_owned():
+                stack.enter_context(_scope(_per_thread.what or "torch._dynamo, outside a frame"))
             stack.enter_context(self.lock)
             _per_thread.locked.append(stack.pop_all())
         return True
@@ -126,8 +128,8 @@ def _skip_repairs(trace_rules: types.ModuleType) -> None:
 
 def _scope_lock(convert_frame: types.ModuleType) -> None:
     entry, lock = getattr(convert_frame, "CatchErrorsWrapper", None), getattr(convert_frame, "compile_lock", None)
-    if entry is None or lock is None:
-        raise RepairError("torch._dynamo.convert_frame has no CatchErrorsWrapper or no compile_lock")
+    if entry is None or not hasattr(lock, "_is_owned"):
+        raise RepairError("torch._dynamo.convert_frame has no CatchErrorsWrapper, or no compile_lock that has an owner")
     original: Callable[..., Any] = entry.__call__
 
     @functools.wraps(original)
