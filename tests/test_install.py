@@ -148,3 +148,42 @@ def test_install_beside_a_compile_that_goes_on_to_compile_something_nested_lets_
     go_on.set()
     join_threads([first, second])
     assert sorted(results) == [0, 6]
+
+
+def test_a_call_that_waits_for_a_compile_ends_well_while_the_repairs_are_put_in_anew() -> None:
+    graphsafe.install()
+    inside, go_on = threading.Event(), threading.Event()
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Any:
+        inside.set()
+        assert go_on.wait(DEADLINE_S)
+        return gm.forward
+
+    first_step = torch.compile(lambda x: x * 2, backend=backend)
+    second_step = torch.compile(lambda x: x - 1, backend="eager")
+
+    def body(index: int) -> float:
+        if index == 0:
+            return first_step(torch.ones(3)).sum().item()
+        if index == 1:
+            assert inside.wait(DEADLINE_S)
+            return second_step(torch.ones(4)).sum().item()
+        while _inside_dynamo() < 2:  # the second waits for the first one's compile
+            threading.Event().wait(0.001)
+        graphsafe.uninstall()
+        graphsafe.install()
+        go_on.set()
+        return 0
+
+    assert run_threads(3, body) == [6, 0, 0]
+
+
+def _inside_dynamo() -> int:
+    """How many threads are in Dynamo's entry to a compile."""
+    found = 0
+    for frame in sys._current_frames().values():
+        inner: Any = frame
+        while inner is not None and not inner.f_code.co_filename.endswith("_dynamo/convert_frame.py"):
+            inner = inner.f_back
+        found += inner is not None
+    return found

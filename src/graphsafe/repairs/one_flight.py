@@ -69,12 +69,10 @@ def _repair_frames(module: types.ModuleType) -> None:
     original: Callable[..., Any] = entry.__call__
     region: Callable[[], int] = getattr(module, "get_eval_frame_isolate_recompiles_id", lambda: -1)
 
-    made: list[_Made] = []  # compiled, and not in Dynamo's cache yet, which comes once the compile lock is free again
-
     def find(backend: object, frame: Any) -> Any:
         """The newest artefact that fits this call, if another thread has compiled one."""
         here = region()
-        candidates = [(one.backend, one.region, one.artefact) for one in made if one.code is frame.f_code]
+        candidates = [(one.backend, one.region, one.artefact) for one in _made if one.code is frame.f_code]
         candidates += [(*_origin(entry, here), entry) for entry in _debug_get_cache_entry_list(frame.f_code)]
         for compiled_by, compiled_in, artefact in candidates:
             same_backend = compiled_by is not None and _innermost(compiled_by) == backend
@@ -93,7 +91,7 @@ def _repair_frames(module: types.ModuleType) -> None:
                 hooks.compiled(_name(frame))
                 setattr(result.guarded_code.guard_manager, _BACKEND, self)
                 one = _Made(frame.f_code, self, region(), result.guarded_code)
-                made.append(one)
+                _made.append(one)
                 _per_thread.made.append(one)
             return result
         never = _never(guards, found.guard_manager)
@@ -110,7 +108,7 @@ def _repair_frames(module: types.ModuleType) -> None:
             return enter(self, *args, **kwargs)
         finally:  # from here Dynamo puts what was made into its cache
             for one in _per_thread.made:
-                made.remove(one)
+                _made.remove(one)
             _per_thread.made = before
 
     _patches.attribute(entry, "__call__", call)
@@ -135,6 +133,7 @@ class _PerThread(threading.local):
 
 
 _per_thread = _PerThread()
+_made: list[_Made] = []  # by all threads; written under the compile lock, or by the thread that made it
 
 
 def _name(frame: Any) -> str:
