@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
+
+import graphsafe
+
 DEADLINE_S = 30.0
+PROGRAM_LIMIT_S = 100
+ROOT = Path(__file__).parents[1]
+# The torch on which the plain half of a test must show its fault; elsewhere a probe decides.
+SHOWS_FAULTS = torch.__version__.split("+")[0] == "2.13.0"
 
 
 class Hang(AssertionError):
@@ -74,3 +87,44 @@ def join_threads(threads: list[threading.Thread], timeout: float = DEADLINE_S) -
     hanging = [thread for thread in threads if thread.is_alive()]
     if hanging:
         raise Hang(f"{len(hanging)} of {len(threads)} threads still run after {timeout} s\n{stacks(hanging)}")
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """Plain torch that has compiled nothing, in the block; afterwards it is repaired again where it was before."""
+    was_installed = bool(graphsafe.installed())
+    graphsafe.uninstall()
+    torch._dynamo.reset()
+    try:
+        yield
+    finally:
+        torch._dynamo.reset()
+        graphsafe.uninstall()
+        if was_installed:
+            graphsafe.install()
+
+
+def run_program(program: str) -> Any:
+    """Run ``program`` in a fresh process with a time limit; returns the JSON of its last line."""
+    header = "import faulthandler, json, sys, threading\n"
+    header += f"faulthandler.dump_traceback_later({PROGRAM_LIMIT_S - 10}, exit=True)\n"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", header + program],
+        capture_output=True,
+        text=True,
+        timeout=PROGRAM_LIMIT_S,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def threads_in_dynamo() -> int:
+    """How many threads are inside Dynamo's entry to a compile, be it that they wait for its lock."""
+    found = 0
+    for frame in sys._current_frames().values():
+        inner: Any = frame
+        while inner is not None and not inner.f_code.co_filename.endswith("_dynamo/convert_frame.py"):
+            inner = inner.f_back
+        found += inner is not None
+    return found

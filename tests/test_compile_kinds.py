@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import graphsafe
-from tests.helpers import run_threads
+from tests.helpers import plain_torch, run_threads
 
 NUM_THREADS = 8
 Make = Callable[[Callable[..., Any]], Callable[[Tensor], Tensor]]  # compiler -> a function to be called
@@ -19,13 +19,8 @@ Make = Callable[[Callable[..., Any]], Callable[[Tensor], Tensor]]  # compiler ->
 
 @pytest.fixture(autouse=True)
 def plain() -> Iterator[None]:
-    was_installed = bool(graphsafe.installed())
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    graphsafe.uninstall()
-    if was_installed:
-        graphsafe.install()
+    with plain_torch():
+        yield
 
 
 class Cube(torch.autograd.Function):

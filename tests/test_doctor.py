@@ -23,17 +23,13 @@ from graphsafe.fault_probes import Finding, Probes
 from graphsafe.model_config import ModelConfigError
 from graphsafe.repairs import private, stance
 from graphsafe.repairs._patches import Evidence, RepairError
+from tests.helpers import SHOWS_FAULTS
 
 ROOT = Path(__file__).parents[1]
 TIME_LIMIT_S = 150
 PART_A = {f"A{number}" for number in range(1, 16)}
 STATUSES = {"present", "repaired", "absent"}
 main = importlib.import_module("graphsafe.__main__").main
-
-
-def is_pinned_torch() -> bool:
-    pinned = re.search(r"^torch==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.M)
-    return pinned is not None and torch.__version__.split("+")[0] == pinned[1] == "2.13.0"
 
 
 @pytest.fixture(autouse=True)
@@ -152,7 +148,7 @@ def test_faults_without_a_repair_are_seen_by_behaviour(findings: Mapping[str, Fi
     assert all(finding.checked for finding in findings.values()), findings
     assert findings["A3"].status == findings["A14"].status == "repaired"
     assert findings["A8"].status in ("repaired", "absent")
-    if is_pinned_torch():
+    if SHOWS_FAULTS:
         assert findings["A9"].status == findings["A10"].status == "present"
         assert findings["A8"].status == "repaired", "a plain thread saw the setting: the probe is no proof any more"
 

@@ -19,21 +19,15 @@ import graphsafe
 from graphsafe import gate
 from graphsafe.errors import GraphsafeWarning
 from graphsafe.repairs import tree_functions
-from tests.helpers import DEADLINE_S, join_threads, run_threads
+from tests.helpers import DEADLINE_S, join_threads, plain_torch, run_threads, threads_in_dynamo
 
 ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
 def plain() -> Iterator[None]:
-    was_installed = bool(graphsafe.installed())
-    graphsafe.uninstall()
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    graphsafe.uninstall()
-    if was_installed:
-        graphsafe.install()
+    with plain_torch():
+        yield
 
 
 def trained(step: Any) -> torch.Tensor:
@@ -168,7 +162,7 @@ def test_a_call_that_waits_for_a_compile_ends_well_while_the_repairs_are_put_in_
         if index == 1:
             assert inside.wait(DEADLINE_S)
             return second_step(torch.ones(4)).sum().item()
-        while _inside_dynamo() < 2:  # the second waits for the first one's compile
+        while threads_in_dynamo() < 2:  # the second waits for the first one's compile
             threading.Event().wait(0.001)
         graphsafe.uninstall()
         graphsafe.install()
@@ -176,14 +170,3 @@ def test_a_call_that_waits_for_a_compile_ends_well_while_the_repairs_are_put_in_
         return 0
 
     assert run_threads(3, body) == [6, 0, 0]
-
-
-def _inside_dynamo() -> int:
-    """How many threads are in Dynamo's entry to a compile."""
-    found = 0
-    for frame in sys._current_frames().values():
-        inner: Any = frame
-        while inner is not None and not inner.f_code.co_filename.endswith("_dynamo/convert_frame.py"):
-            inner = inner.f_back
-        found += inner is not None
-    return found

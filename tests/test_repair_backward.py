@@ -13,16 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 from graphsafe.compile import install, installed, uninstall
 from graphsafe.repairs import backward_confinement
+from tests.helpers import plain_torch
 
 
 @pytest.fixture(autouse=True)
 def plain() -> Iterator[None]:
-    was_installed = bool(installed())
-    uninstall()
-    yield
-    uninstall()
-    if was_installed:
-        install()
+    with plain_torch():
+        yield
 
 
 class Look(torch.autograd.Function):

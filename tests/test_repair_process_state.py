@@ -15,19 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphsafe
 from graphsafe.repairs import dispatch_modes
-from tests.helpers import DEADLINE_S, join_threads
+from tests.helpers import DEADLINE_S, join_threads, plain_torch
 
 
 @pytest.fixture(autouse=True)
 def plain() -> Iterator[None]:
-    was_installed = bool(graphsafe.installed())
-    graphsafe.uninstall()
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    graphsafe.uninstall()
-    if was_installed:
-        graphsafe.install()
+    with plain_torch():
+        yield
 
 
 class Plain(TorchDispatchMode):

@@ -11,19 +11,13 @@ from torch import Tensor
 
 import graphsafe
 from graphsafe.errors import GraphsafeWarning
-from tests.helpers import run_threads
+from tests.helpers import plain_torch, run_threads
 
 
 @pytest.fixture(autouse=True)
 def plain() -> Iterator[None]:
-    was_installed = bool(graphsafe.installed())
-    graphsafe.uninstall()
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    graphsafe.uninstall()
-    if was_installed:
-        graphsafe.install()
+    with plain_torch():
+        yield
 
 
 def too_many_shapes(x: Tensor) -> Tensor:

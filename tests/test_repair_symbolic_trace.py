@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import json
 import math
-import os
-import re
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import sqrt
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,10 +17,8 @@ from torch.fx.experimental.proxy_tensor import PythonKeyTracer, make_fx
 
 from graphsafe.compile import install, installed, uninstall
 from graphsafe.repairs import fx_flag, symbolic_trace
-from tests.helpers import DEADLINE_S, join_threads, run_threads
+from tests.helpers import DEADLINE_S, SHOWS_FAULTS, join_threads, run_program, run_threads
 
-ROOT = Path(__file__).parents[1]
-TIME_LIMIT_S = 100
 MODULE_CALL, MODULE_GETATTR = torch.nn.Module.__call__, torch.nn.Module.__getattr__
 
 needs_a7 = pytest.mark.skipif(not symbolic_trace.probe(symbolic_trace_module), reason="this torch lacks A7")
@@ -130,27 +122,6 @@ def trace_net(during: Callable[[], None]) -> torch.fx.GraphModule:
     return torch.fx.symbolic_trace(Net(during))
 
 
-def _run(program: str) -> Any:
-    """Run ``program`` in a fresh process with a time limit; returns the JSON of its last line."""
-    header = "import faulthandler, json, sys, threading\n"
-    header += f"faulthandler.dump_traceback_later({TIME_LIMIT_S - 10}, exit=True)\n"
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", header + program],
-        capture_output=True,
-        text=True,
-        timeout=TIME_LIMIT_S,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def is_pinned() -> bool:
-    pinned = re.search(r"^torch==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.M)
-    return pinned is not None and torch.__version__.split("+")[0] == pinned[1] == "2.13.0"
-
-
 # The fault, on plain torch
 
 MODULE_CALLS_BESIDE_A_TRACE = """
@@ -185,11 +156,11 @@ print(json.dumps([plain, beside(), repairs.statuses()["A7"]]))
 
 
 def test_a_module_call_works_while_another_thread_traces_and_fails_on_plain_torch() -> None:
-    plain, repaired_, status = _run(MODULE_CALLS_BESIDE_A_TRACE)
+    plain, repaired_, status = run_program(MODULE_CALLS_BESIDE_A_TRACE)
     assert repaired_ == []
     assert [bool(plain), status] in ([True, "repaired"], [False, "absent"])
     assert all("not installed as a submodule" in error for error in plain)
-    if is_pinned():
+    if SHOWS_FAULTS:
         assert plain, "the pinned torch no longer shows the fault: the test is no proof any more"
 
 
@@ -238,10 +209,10 @@ print(json.dumps([plain, overlap()]))
 
 
 def test_two_overlapping_traces_are_right_and_leave_no_patch_and_plain_torch_does_neither() -> None:
-    plain, repaired_ = _run(OVERLAPPING_TRACES)
+    plain, repaired_ = run_program(OVERLAPPING_TRACES)
     right = [[["placeholder", "call_module", "output"]] * 2, True]
     assert repaired_ == right
-    if is_pinned():
+    if SHOWS_FAULTS:
         assert plain[1] is False, "the pinned torch no longer shows the fault: the test is no proof any more"
 
 
