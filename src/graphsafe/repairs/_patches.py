@@ -10,17 +10,19 @@ Guarantees:
 from __future__ import annotations
 
 import inspect
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ..errors import GraphsafeWarning
 
+T = TypeVar("T")
 _MISSING = object()
 
 
@@ -124,6 +126,15 @@ def without_dynamo() -> Iterator[None]:
         yield
     finally:
         set_eval_frame(prior)
+
+
+def in_another_thread(function: Callable[[], T]) -> T:
+    """What ``function`` returns in a thread of its own, for a probe."""
+    values: list[T] = []
+    thread = threading.Thread(target=lambda: values.append(function()))
+    thread.start()
+    thread.join()
+    return values[0]
 
 
 _BODY = "the new body"

@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable
 from typing import Any, Final
 
-from ._patches import Evidence, Patches
+from ._patches import Evidence, Patches, in_another_thread
 
 FAULT: Final = "A20"
 MODULES: Final = ("torch._dynamo.eval_frame",)
@@ -38,13 +38,11 @@ def probe(module: types.ModuleType) -> bool:
     if not hasattr(module, _COUNT):
         return False
     note: Callable[[int], int] = getattr(module, _COUNT)
-    seen: list[int] = []
     former = note(_PROBING)
-    thread = threading.Thread(target=lambda: seen.append(note(_PROBING)))
-    thread.start()
-    thread.join()
-    note(former)
-    return seen == [_PROBING]
+    try:
+        return in_another_thread(lambda: note(_PROBING)) == _PROBING
+    finally:
+        note(former)
 
 
 def repair(module: types.ModuleType) -> None:

@@ -25,7 +25,7 @@ from typing import Any, Final
 import torch
 
 from ._import_hook import ImportHook
-from ._patches import Evidence, RepairError
+from ._patches import Evidence, RepairError, in_another_thread
 
 TREES: Final = "torch._inductor.cudagraph_trees"
 MUTATION_GUARD: Final = "torch._dynamo.mutation_guard"
@@ -121,9 +121,7 @@ def probe(module: types.ModuleType) -> bool:
         return isinstance(vars(tracker)["generation"] if isinstance(tracker, type) else tracker.generation, int)
     box = type("MarkStepBox", (), {"mark_step_counter": 0})
     mark = types.FunctionType(module.mark_step_begin.__code__, {**vars(module), "MarkStepBox": box})
-    thread = threading.Thread(target=mark)
-    thread.start()
-    thread.join()
+    in_another_thread(mark)
     return bool(vars(box)["mark_step_counter"])
 
 

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from ._patches import Evidence, Patches, RepairError
+from ._patches import Evidence, Patches, RepairError, in_another_thread
 
 FAULT: Final = "A7"
 MODULES: Final = ("torch.fx._symbolic_trace",)
@@ -183,16 +183,12 @@ def probe(module: types.ModuleType) -> bool:
         def method(self) -> str:
             return "original"
 
-    seen: list[str] = []
     patcher = module._Patcher()
     patcher.patch_method(Tried, "method", lambda self: "patched", deduplicate=False)
     try:
-        thread = threading.Thread(target=lambda: seen.append(Tried().method()))
-        thread.start()
-        thread.join()
+        return in_another_thread(lambda: Tried().method()) == "patched"
     finally:
         patcher.revert_all_patches()
-    return seen == ["patched"]
 
 
 def repair(module: types.ModuleType) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from . import trees
-from ._patches import Evidence, Patches, RepairError
+from ._patches import Evidence, Patches, RepairError, in_another_thread
 
 FAULT: Final = "A4"
 MODULES: Final = ("torch._inductor.cudagraph_trees",)
@@ -36,18 +36,15 @@ def probe(module: types.ModuleType) -> bool:
 
 def raises_in_a_worker(module: types.ModuleType) -> bool:
     """Whether a thread other than the one that imported ``module`` gets no trees from torch itself."""
-    failed: list[bool] = []
 
-    def body() -> None:
+    def raises() -> bool:
         try:
             module.get_obj(threading.local(), "tree_manager_containers")
         except AssertionError:
-            failed.append(True)
+            return True
+        return False
 
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join()
-    return bool(failed)
+    return in_another_thread(raises)
 
 
 def repair(module: types.ModuleType) -> None:
