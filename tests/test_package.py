@@ -38,6 +38,7 @@ LAYERS = (
     "executor",
     "steps",
     "buffers",
+    "failures",
     "recording",
     "collector",
     "capture",

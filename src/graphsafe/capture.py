@@ -31,7 +31,8 @@ from . import gate, walk
 from .collector import collector_guard
 from .context import ThreadContext, active_contexts, current_context
 from .errors import CaptureError, GraphsafeError, NoContextError
-from .recording import CaptureChecks, HostReadChecks, OperatorRecorder, code_line, explain
+from .failures import code_line, explain
+from .recording import CaptureChecks, HostReadChecks, OperatorRecorder
 from .repairs import private
 
 NUM_RETRIES = 3
