@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import re
@@ -350,8 +351,116 @@ def test_an_unknown_model_type_is_said_and_needs_no_attention(
 
 
 def test_a_gguf_file_needs_gguf(tmp_path: Path, nothing_installed: set[str]) -> None:
-    (tmp_path / "model.gguf").touch()
+    (tmp_path / "model.gguf").write_bytes(b"GGUF and more")
     assert [need.package for need in model_packages.inspect_model(str(tmp_path)).missing] == ["gguf"]
+
+
+@pytest.mark.parametrize("content", [b"", b"GGU", b"\x80\x02}q\x00."])
+def test_a_file_that_is_no_gguf_file_is_an_error(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.gguf").write_bytes(content)
+    with pytest.raises(ModelConfigError, match="is no GGUF file"):
+        model_packages.inspect_model(str(tmp_path))
+
+
+def test_a_quantisation_that_is_not_known_needs_attention(
+    tmp_path: Path, sound: dict[str, Finding], nothing_installed: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_config(tmp_path, model_type="llama", quantization_config={"quant_method": "zzz"})
+    assert main(["doctor", "--model", model]) == 1
+    out = capsys.readouterr().out
+    assert "quantisation 'zzz' is not known" in out and "no optional package is missing" not in out
+    assert doctor.diagnose(model).as_json()["model"]["doubts"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[" * 100_000, "nested too deeply"),
+        ('{"a_config":' * 900 + "{}" + "}" * 900, None),
+        ('{"model_type": "qwen3_next", "layer_types": 5}', None),
+        ('{"model_type": "qwen3_next", "layers_block_type": {"a": 1}}', None),
+        ('{"model_type": ["llama"], "num_experts": "8", "quantization_config": [1]}', None),
+        (f'{{"model_type": "{"a" * 5000}"}}', None),
+        ('{"model_type": "\\ud800"}', None),
+        ('{"model_type": "llama\\u0000x"}', None),
+        ('{"model_type": "../../.."}', None),
+    ],
+)
+def test_an_odd_configuration_is_read_or_refused_and_never_a_traceback(
+    tmp_path: Path,
+    sound: dict[str, Finding],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    text: str,
+    says: str | None,
+) -> None:
+    (tmp_path / "transformers" / "models" / "llama").mkdir(parents=True)
+    monkeypatch.setattr(model_packages, "_folder", lambda name: tmp_path / name)
+    (tmp_path / "config.json").write_text(text)
+    status = main(["doctor", "--model", str(tmp_path)])
+    captured = capfd.readouterr()
+    assert status == (2 if says else status) and status in (0, 1, 2)
+    assert says is None or says in captured.err
+    assert says is not None or captured.out.startswith("graphsafe")
+
+
+@pytest.mark.parametrize("model", ["a" * 5000, "~nosuchuser/x", "x\0y", f"{'a' * 300}/{'b' * 300}"])
+def test_a_name_that_cannot_be_looked_for_is_an_error(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["doctor", "--model", model]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("python -m graphsafe doctor: error: ") and len(error) < 1000
+
+
+@pytest.mark.parametrize("commit", [b"\xff\xfe\x00", b"x\0y", b"", b"../.."])
+def test_a_cache_whose_commit_is_no_commit_is_searched_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commit: bytes
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = tmp_path / "models--a--b"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_bytes(commit)
+    with pytest.raises(ModelConfigError, match="HF_HUB_OFFLINE"):
+        model_packages.inspect_model("a/b")
+    (folder / "snapshots" / "one").mkdir(parents=True)
+    write_config(folder / "snapshots" / "one", model_type="llama")
+    assert model_packages.inspect_model("a/b").model_types == ("llama",)
+
+
+def test_what_the_output_cannot_encode_is_escaped(
+    tmp_path: Path, sound: dict[str, Finding], nothing_installed: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_config(tmp_path, model_type="llam\u00e4")
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main(["doctor", "--model", model]) == 0
+    out.seek(0)
+    assert "llam\\xe4" in out.read()
+
+
+def test_a_closed_output_is_said_and_no_traceback(
+    sound: dict[str, Finding], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["doctor"]) == 74
+    assert "standard output is closed" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"], []])
+def test_a_full_disk_is_said_and_no_traceback(
+    sound: dict[str, Finding],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(arguments) == 74
+    assert "cannot be written" in capsys.readouterr().err
 
 
 def test_the_code_of_transformers_says_what_a_model_takes_kernels_from(

@@ -149,6 +149,7 @@ def diagnose(model: str | None = None) -> Report:
     attention += [f"{one.id} {one.status}: {one.detail}" for one in faults.values() if one.attention]
     if model_report is not None:
         attention += [f"{need.package} is missing: {need.cost} ({need.why})" for need in model_report.missing]
+        attention += model_report.doubts
     return Report(versions, supported, faults, hardware, model_report, tuple(attention))
 
 
@@ -275,7 +276,9 @@ def _model_lines(model: ModelReport) -> Iterator[str]:
     for need in model.needs:
         have = f"have     {need.found}" if need.found else f"missing  {need.package}"
         yield from _wrapped(f"  {have}: ", need.why if need.found else f"{need.cost} ({need.why})")
-    if model.known and not model.missing:
+    for doubt in model.doubts:
+        yield from _wrapped("  ", doubt)
+    if model.known and not model.missing and not model.doubts:
         yield "  no optional package is missing"
     for note in model.notes:
         yield from _wrapped("  note: ", note)

@@ -16,6 +16,9 @@ from typing import Any
 from .errors import GraphsafeError
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_COMMIT = re.compile(r"[\w.-]+")
+_GGUF_MAGIC = b"GGUF"  # the first bytes of each such file
+_MAX_SHOWN = 80  # characters of a name in a message
 
 
 class ModelConfigError(GraphsafeError):
@@ -28,17 +31,33 @@ def find_config(model: str) -> Path:
     Raises:
         ModelConfigError: there is none.
     """
-    path = Path(model).expanduser()
-    if path.is_file():
-        return path
-    if path.is_dir():
-        for found in (path / "config.json", *sorted(path.glob("*.gguf"))):
-            if found.is_file():
-                return found
-        raise ModelConfigError(f"The directory {path} has neither a config.json nor a .gguf file.")
-    if not _HUB_NAME.fullmatch(model) or model in (".", ".."):
-        raise ModelConfigError(f"There is no file or directory {model!r}, and it is no name on the hub either.")
-    return _in_cache(model) or _from_hub(model)
+    try:
+        path = Path(model).expanduser()
+        if path.is_file():
+            return path
+        if path.is_dir():
+            for found in (path / "config.json", *sorted(path.glob("*.gguf"))):
+                if found.is_file():
+                    return found
+            raise ModelConfigError(f"The directory {path} has neither a config.json nor a .gguf file.")
+        if not _HUB_NAME.fullmatch(model) or model in (".", ".."):
+            raise ModelConfigError(
+                f"There is no file or directory {shown(model)}, and it is no name on the hub either."
+            )
+        return _in_cache(model) or _from_hub(model)
+    except ModelConfigError:
+        raise
+    except (OSError, ValueError, RuntimeError) as error:  # too long, not to be read, or a home that is not known
+        raise ModelConfigError(f"{shown(model)} cannot be looked for: {_why(error)}") from error
+
+
+def shown(name: str) -> str:
+    """A name in quotes, as much of it as a message holds."""
+    return repr(name if len(name) <= _MAX_SHOWN else f"{name[:_MAX_SHOWN]}...")
+
+
+def _why(error: Exception) -> str:
+    return getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _in_cache(model: str) -> Path | None:
@@ -48,7 +67,8 @@ def _in_cache(model: str) -> Path | None:
     cache = environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE") or Path(home) / "hub"
     folder = Path(cache).expanduser() / f"models--{model.replace('/', '--')}"
     main = folder / "refs" / "main"
-    snapshots = [folder / "snapshots" / main.read_text().strip()] if main.is_file() else []
+    commit = main.read_text(encoding="utf-8", errors="replace").strip() if main.is_file() else ""
+    snapshots = [folder / "snapshots" / commit] if _COMMIT.fullmatch(commit) else []
     snapshots += sorted(folder.glob("snapshots/*"))
     return next((found for one in snapshots if (found := one / "config.json").is_file()), None)
 
@@ -66,9 +86,8 @@ def _from_hub(model: str) -> Path:
     try:
         return Path(hf_hub_download(model, "config.json"))
     except Exception as error:
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelConfigError(
-            f"{model!r} is no directory, and the hub does not give its config.json: {why}"
+            f"{model!r} is no directory, and the hub does not give its config.json: {_why(error)}"
         ) from error
 
 
@@ -82,6 +101,19 @@ def read_config(source: Path) -> Mapping[str, Any]:
         config = json.loads(source.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelConfigError(f"{source} cannot be read as JSON: {error}") from error
+    except RecursionError as error:
+        raise ModelConfigError(f"{source} cannot be read as JSON: it is nested too deeply") from error
     if not isinstance(config, dict):
         raise ModelConfigError(f"{source} holds no JSON object, so it is no model's configuration.")
     return config
+
+
+def check_gguf(source: Path) -> None:
+    """Raise ModelConfigError unless the file begins as a GGUF file does."""
+    try:
+        with source.open("rb") as file:
+            begin = file.read(len(_GGUF_MAGIC))
+    except OSError as error:
+        raise ModelConfigError(f"{source} cannot be read: {_why(error)}") from error
+    if begin != _GGUF_MAGIC:
+        raise ModelConfigError(f"{source} is no GGUF file: it does not begin with {_GGUF_MAGIC.decode()}.")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .model_config import find_config, read_config
+from .model_config import check_gguf, find_config, read_config, shown
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class ModelReport:
         known: whether the model type is known to the installed transformers or to the tables here.
         needs: every package, installed or not.
         notes: what else there is to know.
+        doubts: what nothing can be said about although the model needs it.
     """
 
     name: str
@@ -55,6 +56,7 @@ class ModelReport:
     known: bool
     needs: tuple[Need, ...]
     notes: tuple[str, ...]
+    doubts: tuple[str, ...] = ()
 
     @property
     def missing(self) -> tuple[Need, ...]:
@@ -124,6 +126,7 @@ _QUANTISATION = {
     "vptq": ("vptq", "accelerate"),
 }
 _DEQUANTISED = ("mxfp4", "mxfp8", "fp8")  # loaded as bfloat16 instead where the kernels are missing
+_MODEL_TYPE = re.compile(r"\w[\w.-]{0,99}")  # what can be the name of a folder of transformers
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -133,10 +136,11 @@ def inspect_model(model: str) -> ModelReport:
     Args:
         model: a directory with a config.json, such a file, a .gguf file, or a name on the hub.
     Raises:
-        ModelConfigError: there is no configuration, or it is no JSON object.
+        ModelConfigError: there is no configuration, or it is no JSON object, or no GGUF file.
     """
     source = find_config(model)
     if source.suffix == ".gguf":
+        check_gguf(source)
         cost = "transformers cannot read the file"
         return ModelReport(model, str(source), ("gguf",), True, (_need("gguf", "the GGUF file", cost),), ())
     config = read_config(source)
@@ -149,7 +153,8 @@ def inspect_model(model: str) -> ModelReport:
     needs += _attention_needs(parts)
     needs += _quantisation_needs(parts)
     notes += _expert_notes(parts)
-    return ModelReport(model, str(source), types, known, tuple(dict.fromkeys(needs)), tuple(notes))
+    doubts = tuple(dict.fromkeys(_doubts(parts)))
+    return ModelReport(model, str(source), types, known, tuple(dict.fromkeys(needs)), tuple(notes), doubts)
 
 
 # What it wants
@@ -157,10 +162,12 @@ def inspect_model(model: str) -> ModelReport:
 
 def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """The configuration and those nested in it, such as text_config."""
-    yield config
-    for key, value in config.items():
-        if key.endswith("_config") and key != "quantization_config" and isinstance(value, dict):
-            yield from _parts(value)
+    pending = [config]
+    while pending:
+        part = pending.pop()
+        yield part
+        nested = [key for key in part if key.endswith("_config") and key != "quantization_config"]
+        pending += [part[key] for key in reversed(nested) if isinstance(part[key], dict)]
 
 
 def _kernels(types: tuple[str, ...], beside: Path) -> tuple[dict[str, str], bool, list[str]]:
@@ -194,6 +201,8 @@ def _modeling_files(model_type: str) -> list[Path]:
     transformers = _folder("transformers")
     if transformers is None:
         return []
+    if not _MODEL_TYPE.fullmatch(model_type):
+        return []
     models = transformers / "models"
     folder = models / model_type.replace("-", "_")
     if not folder.is_dir():
@@ -217,8 +226,8 @@ def _names_in(code: str) -> Iterator[str]:
 
 def _has_other_layers(parts: list[Mapping[str, Any]]) -> bool:
     """False where the configuration lists its layers and all are plain attention."""
-    lists = [part[key] for part in parts for key in ("layer_types", "layers_block_type") if part.get(key)]
-    kinds = {str(kind) for kinds in lists for kind in kinds}
+    lists = [part.get(key) for part in parts for key in ("layer_types", "layers_block_type")]
+    kinds = {str(kind) for kinds in lists if isinstance(kinds, list) for kind in kinds}
     plain = {"moe", "mlp", "dense", "sparse"}
     return not kinds or any(("attention" not in kind or "linear" in kind) and kind not in plain for kind in kinds)
 
@@ -234,16 +243,25 @@ def _attention_needs(parts: list[Mapping[str, Any]]) -> Iterator[Need]:
 
 
 def _quantisation_needs(parts: list[Mapping[str, Any]]) -> Iterator[Need]:
-    for part in parts:
-        settings = part.get("quantization_config")
-        if not isinstance(settings, dict):
-            continue
-        bits = settings.get("load_in_4bit") or settings.get("load_in_8bit")
-        method = "bitsandbytes" if bits else str(settings.get("quant_method") or "")
+    for method in _quantisations(parts):
         for packages in _QUANTISATION.get(method, ()):
             falls_back = method in _DEQUANTISED and packages != "accelerate"
             cost = "the weights are dequantised, or refused" if falls_back else "the quantised weights do not load"
             yield _need(packages, f"quantisation {method!r}", cost)
+
+
+def _doubts(parts: list[Mapping[str, Any]]) -> Iterator[str]:
+    for method in _quantisations(parts):
+        if method and method not in _QUANTISATION:
+            yield f"quantisation {shown(method)} is not known: nothing can be said about the packages it needs"
+
+
+def _quantisations(parts: list[Mapping[str, Any]]) -> Iterator[str]:
+    for part in parts:
+        settings = part.get("quantization_config")
+        if isinstance(settings, dict):
+            bits = settings.get("load_in_4bit") or settings.get("load_in_8bit")
+            yield "bitsandbytes" if bits else str(settings.get("quant_method") or "")
 
 
 def _expert_notes(parts: list[Mapping[str, Any]]) -> Iterator[str]:
