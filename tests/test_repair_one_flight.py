@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from graphsafe.compile import install
+from graphsafe.errors import GraphsafeWarning
 from tests.helpers import DEADLINE_S, SHOWS_FAULTS, plain_torch, run_threads, threads_in_dynamo
 
 NUM_THREADS = 8
@@ -26,15 +27,15 @@ def plain() -> Iterator[None]:
 
 
 class Backend:
-    """Compiles nothing. Its first compile goes on once every thread has come to Dynamo, so that all saw a miss."""
+    """Compiles nothing. Its first compile, or each, goes on once every thread has come to Dynamo: all saw a miss."""
 
-    def __init__(self, num_threads: int = NUM_THREADS) -> None:
-        self.num_threads, self.compiles = num_threads, 0
+    def __init__(self, num_threads: int = NUM_THREADS, each: bool = False) -> None:
+        self.num_threads, self.each, self.compiles = num_threads, each, 0
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: list[Tensor]) -> Callable[..., Any]:
         self.compiles += 1
         deadline = time.monotonic() + DEADLINE_S
-        while self.compiles == 1 and threads_in_dynamo() < self.num_threads:
+        while (self.each or self.compiles == 1) and threads_in_dynamo() < self.num_threads:
             assert time.monotonic() < deadline, "not all threads came to Dynamo"
             time.sleep(0.001)
         return gm.forward
@@ -86,6 +87,24 @@ def test_what_stood_in_for_an_artefact_costs_no_recompile_limit_and_no_later_com
     for _ in range(2):
         compiled(torch.ones(3))
     assert backend.compiles == limit
+
+
+def test_what_stood_in_for_artefacts_costs_nothing_of_the_limit_of_all_artefacts_together() -> None:
+    install()
+    backend = Backend(each=True)
+    compiled = torch.compile(lambda x: x * 3, backend=backend, dynamic=False, fullgraph=True)
+
+    def call(size: int) -> Tensor:
+        with torch._dynamo.config.patch(recompile_limit=100, accumulated_recompile_limit=6):  # type: ignore[no-untyped-call, unused-ignore]
+            return compiled(torch.ones(size))
+
+    for size in range(3, 9):  # as many artefacts as the limit allows, with seven that stand in for each
+        for result in run_threads(NUM_THREADS, lambda _, size=size: call(size)):  # type: ignore[misc]
+            assert torch.equal(result, torch.full((size,), 3.0))
+    assert backend.compiles == 6
+    backend.num_threads = 1
+    with pytest.warns(GraphsafeWarning, match="recompile limit"), pytest.raises(Exception, match=r"limit|fullgraph"):
+        call(9)
 
 
 def test_threads_with_other_shapes_compile_their_own() -> None:

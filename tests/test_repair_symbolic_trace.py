@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 import torch.fx._symbolic_trace as symbolic_trace_module
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, make_fx
 
 from graphsafe.compile import install, installed, uninstall
-from graphsafe.repairs import fx_flag, symbolic_trace
+from graphsafe.repairs import _fx_places, fx_flag, symbolic_trace
 from tests.helpers import DEADLINE_S, SHOWS_FAULTS, join_threads, run_program, run_threads
 
 MODULE_CALL, MODULE_GETATTR = torch.nn.Module.__call__, torch.nn.Module.__getattr__
@@ -125,7 +126,7 @@ def trace_net(during: Callable[[], None]) -> torch.fx.GraphModule:
 # The fault, on plain torch
 
 MODULE_CALLS_BESIDE_A_TRACE = """
-import torch
+import torch, torch._dynamo
 from graphsafe import repairs
 
 def beside():
@@ -238,7 +239,7 @@ def test_a_name_read_beside_a_trace_goes_on_working_after_it() -> None:
     net, x = Net(), torch.randn(2, 3)
     with under_way(trace_net):
         read = torch.nn.Module.__call__
-    assert read is not MODULE_CALL
+    assert read is MODULE_CALL
     assert torch.equal(read(net, x), net(x))
     assert is_plain()
 
@@ -248,7 +249,7 @@ def test_no_place_is_touched_while_nobody_traces() -> None:
         assert is_plain()
         assert nodes(torch.fx.symbolic_trace(Net())) == NET_NODES
     assert is_plain()
-    assert symbolic_trace._places == {}
+    assert _fx_places.places == {}
 
 
 def test_a_wrapped_function_is_itself_in_an_untraced_thread_beside_a_trace() -> None:
@@ -371,7 +372,7 @@ def test_many_traces_of_eight_threads_are_right_and_leave_nothing_behind() -> No
                 assert Net()(x).shape == (3,)
 
     run_threads(8, body)
-    assert symbolic_trace._places == {}
+    assert _fx_places.places == {}
     assert is_plain()
 
 
@@ -392,7 +393,7 @@ def test_a_trace_that_fails_puts_everything_back_and_disturbs_no_other_thread() 
     with pytest.raises(ValueError, match="in the trace"):
         torch.fx.symbolic_trace(Net(fail))
     assert is_plain()
-    assert symbolic_trace._places == {}
+    assert _fx_places.places == {}
     with under_way(trace_net) as traced, pytest.raises(ValueError, match="in the trace"):
         torch.fx.symbolic_trace(Net(fail))
     assert nodes(traced[0]) == NET_NODES
@@ -509,6 +510,142 @@ def test_a_module_compiles_once_with_the_repair_put_in_before_or_after_and_trace
         assert len(calls) == 1
     traced = torch.fx.symbolic_trace(net)
     assert torch.allclose(torch.compile(traced, backend=backend, fullgraph=True)(x), expected)
+
+
+class Bare(torch.nn.Module):
+    """Calls a module, then ``between()`` while Dynamo looks at it, then has Dynamo look a second time."""
+
+    def __init__(self, between: Callable[[], object]) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(3, 3)
+        self.scale = torch.nn.Parameter(torch.ones(3))
+        self.between = between
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x) * self.scale
+        x = x + self.between()
+        torch._dynamo.graph_break()
+        return self.inner(x) * 2
+
+
+class Hooked(Bare):
+    """Dynamo goes through the whole of Module.__call__ for a module that has a hook."""
+
+    def __init__(self, between: Callable[[], object]) -> None:
+        super().__init__(between)
+        self.inner.register_forward_hook(lambda module, args, output: output + 1)
+
+
+class Delegating(Bare):
+    """Dynamo goes through Module.__getattr__ for a module that has its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__("scale" if name == "factor" else name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.factor)
+
+
+class Leaves(Bare):
+    """Calls by name what a trace wraps."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(leaf(x) * sqrt(4) + math.sqrt(9) + len([1]))
+
+
+class Explicit(Bare):
+    """Calls Module.__call__ by name."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.nn.Module.__call__(self.inner, x))
+
+
+@pytest.mark.parametrize("change", ["begins", "ends"])
+@pytest.mark.parametrize("kind", [Bare, Hooked, Delegating, Leaves, Explicit])
+def test_a_compile_that_looks_twice_is_right_when_a_trace_begins_or_ends_between(kind: Any, change: str) -> None:
+    torch._dynamo.reset()
+    tracing, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+    looks: list[None] = []
+
+    def during() -> None:
+        tracing.set()
+        assert may_end.wait(DEADLINE_S)
+
+    def trace() -> None:
+        assert torch.fx.symbolic_trace(Net(during)) is not None
+        ended.set()
+
+    thread = threading.Thread(target=trace, daemon=True)
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
+    def between() -> int:
+        looks.append(None)  # 2. Dynamo looks at the function for the first time
+        if len(looks) == 1 and change == "begins":
+            thread.start()
+            assert tracing.wait(DEADLINE_S)
+        elif len(looks) == 1:
+            may_end.set()
+            assert ended.wait(DEADLINE_S)
+        return 1  # 3. and goes on after the trace has begun, or ended; then it looks a second time
+
+    calls: list[int] = []
+    model, x = kind(between), torch.randn(2, 3)
+    compiled = torch.compile(model, backend=counting(calls))
+    if change == "ends":
+        thread.start()
+        assert tracing.wait(DEADLINE_S)  # 1. where it ends between, it has begun before
+    try:
+        found = compiled(x)
+        assert len(looks) > 1, "Dynamo looked once: the test shows nothing"
+        assert torch.allclose(found, model(x))
+    finally:
+        may_end.set()
+        join_threads([thread])
+    num_compiled = len(calls)
+    assert torch.allclose(compiled(x), model(x))
+    if kind is not Leaves:
+        assert len(calls) == num_compiled
+
+
+@pytest.mark.parametrize("kind", [Bare, Hooked, Delegating, Explicit])
+def test_a_module_compiled_without_a_trace_is_not_compiled_again_beside_one(kind: Any) -> None:
+    torch._dynamo.reset()
+    calls: list[int] = []
+    model, x = kind(lambda: 1), torch.randn(2, 3)
+    compiled = torch.compile(model, backend=counting(calls))
+    expected = compiled(x)
+    num_compiled = len(calls)
+    with under_way(trace_net):
+        assert torch.equal(compiled(x), expected)
+    assert torch.equal(compiled(x), expected)
+    assert len(calls) == num_compiled
+
+
+def test_the_functions_of_a_module_stay_the_same_objects_beside_a_trace() -> None:
+    bodies = MODULE_CALL.__code__, MODULE_GETATTR.__code__
+    with under_way(trace_net):
+        assert is_plain()
+        assert inspect.signature(MODULE_CALL) == inspect.signature(torch.nn.Module._call_impl)
+    assert bodies == (MODULE_CALL.__code__, MODULE_GETATTR.__code__)
+    assert not hasattr(MODULE_CALL, "__signature__")
+
+
+def test_a_patch_of_ones_own_that_calls_the_function_it_saved_counts_in_its_thread() -> None:
+    seen: list[type] = []
+    net, x = Net(), torch.randn(2, 3)
+    expected = net(x)
+
+    def patched(self: torch.nn.Module, *args: Any) -> Any:
+        seen.append(type(self))
+        return MODULE_CALL(self, *args)
+
+    with under_way(trace_net) as traced, symbolic_trace_module._Patcher() as patcher:
+        patcher.patch_method(torch.nn.Module, "__call__", patched)
+        assert torch.equal(net(x), expected)
+        run_threads(1, lambda _: net(x))
+    assert seen == [Net, torch.nn.Linear, torch.nn.Linear]
+    assert nodes(traced[0]) == NET_NODES
+    assert is_plain()
 
 
 def test_a_compile_inside_a_trace_sees_no_patch_and_the_trace_goes_on() -> None:

@@ -13,8 +13,8 @@ import inspect
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -73,14 +73,7 @@ class Patches:
         code, signature = function.__code__, inspect.signature(function)
         original = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
         original.__kwdefaults__ = function.__kwdefaults__
-        new_body = make(original)
-        replacement = _jump.__code__.replace(
-            co_consts=tuple(new_body if const == _BODY else const for const in _jump.__code__.co_consts),
-            co_filename=code.co_filename,  # Dynamo and inspect see torch's function
-            co_firstlineno=code.co_firstlineno,
-            co_name=code.co_name,
-            co_qualname=code.co_qualname,
-        )
+        replacement = jump(code, make(original))
         function.__signature__ = signature  # type: ignore[attr-defined]
         function.__code__ = replacement
 
@@ -117,15 +110,18 @@ class Patches:
             self._undo.pop()()
 
 
-@contextmanager
-def without_dynamo() -> Iterator[None]:
-    """Dynamo compiles no frame of this thread, for what runs inside code that is compiled in part."""
-    set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame
-    prior = set_eval_frame(None)
-    try:
-        yield
-    finally:
-        set_eval_frame(prior)
+class without_dynamo:
+    """Dynamo compiles no frame of this thread, for what runs inside code that is compiled in part.
+
+    No generator: a forked child would run its end for threads that it has not.
+    """
+
+    def __enter__(self) -> None:
+        self._set: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
+        self._prior = self._set(None)
+
+    def __exit__(self, *error: object) -> None:
+        self._set(self._prior)
 
 
 def in_another_thread(function: Callable[[], T]) -> T:
@@ -135,6 +131,17 @@ def in_another_thread(function: Callable[[], T]) -> T:
     thread.start()
     thread.join()
     return values[0]
+
+
+def jump(code: types.CodeType, body: Callable[..., Any]) -> types.CodeType:
+    """Code that calls ``body``, and looks to Dynamo and inspect like ``code`` that it stands in for."""
+    return _jump.__code__.replace(
+        co_consts=tuple(body if const == _BODY else const for const in _jump.__code__.co_consts),
+        co_filename=code.co_filename,
+        co_firstlineno=code.co_firstlineno,
+        co_name=code.co_name,
+        co_qualname=code.co_qualname,
+    )
 
 
 _BODY = "the new body"

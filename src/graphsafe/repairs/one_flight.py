@@ -34,6 +34,8 @@ EVIDENCE: Final = Evidence(
 
 _WRAPPER: Final = "_dynamo/external_utils.py"
 _BACKEND: Final = "_graphsafe_backend"
+_STANDS_IN: Final = "_graphsafe_stands_in"
+_COUNTS: Final = ("num_cache_entries", "total_cache_entries_all_regions")  # what accumulated_recompile_limit limits
 
 _patches = Patches()
 undo = _patches.undo
@@ -113,6 +115,20 @@ def _repair_frames(module: types.ModuleType) -> None:
 
     _patches.attribute(entry, "__call__", call)
     _patches.attribute(outer, "__call__", look_at_frame)
+    if not hasattr(module, "compute_cache_size"):
+        raise RepairError("Dynamo counts its artefacts in an unknown place")
+    count: Callable[..., Any] = module.compute_cache_size
+
+    @functools.wraps(count)
+    def compute_cache_size(frame: Any, *args: Any, **kwargs: Any) -> Any:
+        counted = count(frame, *args, **kwargs)
+        stand_ins = sum(hasattr(one.guard_manager, _STANDS_IN) for one in _debug_get_cache_entry_list(frame.f_code))
+        for name in _COUNTS:
+            if hasattr(counted, name):
+                setattr(counted, name, max(0, getattr(counted, name) - stand_ins))
+        return counted
+
+    _patches.attribute(module, "compute_cache_size", compute_cache_size)
 
 
 @dataclass(eq=False)
@@ -169,7 +185,7 @@ _anything = _Anything()
 
 
 def _never(guards: types.ModuleType, like: Any) -> Any:
-    """Guards that no call passes, and that count for no recompile limit: those count entries for the same objects.
+    """Guards that no call passes, and that count for no recompile limit: one counts entries for the same objects.
 
     Args:
         like: the guards of the artefact, whose names the report of a recompile reads.
@@ -181,6 +197,7 @@ def _never(guards: types.ModuleType, like: Any) -> Any:
         manager.root.add_lambda_guard(*guard, None)
     except TypeError:  # older torch notes no user's stack with a guard
         manager.root.add_lambda_guard(*guard)
+    setattr(manager, _STANDS_IN, True)
     manager.id_matched_objs = {"no local has this name": lambda: _anything}
     return manager
 

@@ -7,31 +7,39 @@ that overlap put back each other's patches: one goes on without its own, or a pa
 which takes the patches out for its length, takes out those of any thread.
 
 The repair has each patch count in the thread that made it:
-- What is put in torch's places is a stand-in, which calls this thread's wrapper, or the original where it has none.
-- The first thread that patches a place puts the stand-in there, the last one puts the original back. While nobody
-  traces, every place holds the very object that it always had.
-- Dynamo follows ``_torchdynamo_inline``, so another thread's compile beside a trace sees the original.
+- ``Module.__call__`` and ``__getattr__`` stay the objects that they are. While some thread traces, their bodies call
+  this thread's wrapper, or do what they always did where it has none. Dynamo, which tells them by identity, goes the
+  same way in every pass of a compile, whoever begins or ends a trace meanwhile, and never looks at the bodies.
+- What is put in any other place is a stand-in, which does the same. Dynamo sees the original in its stead.
+- The first thread that patches a place changes it, the last one puts everything back. While nobody traces, every place
+  holds the very object that it always had.
 
 Where nothing else can stand in for an object, an innocent thread sees the stand-in: ``module.function is function``
-is false for a function registered with ``torch.fx.wrap`` as long as some thread traces.
+is false for a function registered with ``torch.fx.wrap`` as long as some thread traces, and compiled code that calls
+it by that name is compiled again.
 """
 
 from __future__ import annotations
 
-import builtins
 import functools
-import os
+import importlib
+import inspect
 import threading
 import types
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
+from . import _fx_places
 from ._patches import Evidence, Patches, RepairError, in_another_thread
 
 FAULT: Final = "A7"
-MODULES: Final = ("torch.fx._symbolic_trace",)
+MODULES: Final = (
+    "torch.fx._symbolic_trace",
+    "torch._dynamo.variables.functions",
+    "torch._dynamo.variables.builder",
+    "torch._dynamo.guards",
+)
 EVIDENCE: Final = Evidence(
     fault="'NameError: module is not installed as a submodule' in a thread that traces nothing",
     reports=("pytorch/pytorch#112775",),
@@ -41,141 +49,12 @@ EVIDENCE: Final = Evidence(
 _patches = Patches()
 undo = _patches.undo
 
-_MISSING = object()
-# Guards the tables below, and that a place and what is in it change together. Taken last; no user code runs under it.
-_lock = threading.RLock()
-_places: dict[int, dict[str, _Place]] = {}  # by the id of the owner, which the place keeps alive
-_originals: weakref.WeakKeyDictionary[types.FunctionType, Any] = weakref.WeakKeyDictionary()  # of every stand-in
-
-
-def _after_fork() -> None:
-    """A thread that the child does not have may have held the lock."""
-    global _lock
-    _lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-
-
-class _Here(threading.local):
-    """This thread's patches of one place, the innermost last."""
-
-    stack: list[_Patch] | tuple[()] = ()
-
-
-class _Place:
-    """An attribute of a class, or a key of a dict of globals, that at least one thread has patched."""
-
-    def __init__(self, owner: Any, name: str) -> None:
-        self.owner, self.name, self.here, self.num_patches = owner, name, _Here(), 0
-        if isinstance(owner, dict):
-            self.before = owner.get(name, _MISSING) if hasattr(builtins, name) else owner[name]
-            found = getattr(builtins, name) if self.before is _MISSING else self.before
-        else:
-            self.before, found = vars(owner).get(name, _MISSING), getattr(owner, name)
-        self.original = _original(found)
-        if self.original is not found:  # somebody has put back a stand-in that he had saved
-            self.before = self.original
-        self.stand_in = _make_stand_in(self.here, self.original)
-        self._put(self.stand_in)
-
-    def put_back(self) -> None:
-        """The original, unless someone else has replaced the stand-in since."""
-        present = self.owner if isinstance(self.owner, dict) else vars(self.owner)
-        if present.get(self.name) is self.stand_in:
-            self._put(self.before)
-
-    def _put(self, value: Any) -> None:
-        if isinstance(self.owner, dict):
-            if value is _MISSING:
-                del self.owner[self.name]
-            else:
-                self.owner[self.name] = value
-        elif value is _MISSING:
-            delattr(self.owner, self.name)
-        else:
-            setattr(self.owner, self.name, value)
-
-
-def _original(found: Any) -> Any:
-    """What ``found`` stands in for, if it is a stand-in."""
-    return _originals.get(found, found) if isinstance(found, types.FunctionType) else found
-
-
-def _make_stand_in(here: _Here, original: Callable[..., Any]) -> types.FunctionType:
-    @functools.wraps(original)
-    def stand_in(*args: Any, **kwargs: Any) -> Any:
-        stack = here.stack
-        return (stack[-1].new_fn if stack else original)(*args, **kwargs)
-
-    assert isinstance(stand_in, types.FunctionType)
-    stand_in._torchdynamo_inline = original
-    _originals[stand_in] = original
-    return stand_in
-
-
-class _Patch:
-    """One thread's wrapper in one place: an entry of torch's ``_Patcher.patches_made``, with its attributes."""
-
-    def __init__(self, owner: Any, name: str, new_fn: Callable[..., Any]) -> None:
-        self.frame_dict, self.fn_name, self.new_fn = owner, name, new_fn
-        self._place: _Place | None = None  # None while it is reverted
-        self._stack: list[_Patch] = []
-        self.patch()
-        self.orig_fn = self._place.original if self._place is not None else None
-
-    def patch(self) -> None:
-        """Count in the calling thread."""
-        with _lock:
-            if self._place is not None:
-                return
-            places = _places.setdefault(id(self.frame_dict), {})
-            place = places.get(self.fn_name)
-            if place is None:
-                try:
-                    place = places[self.fn_name] = _Place(self.frame_dict, self.fn_name)
-                finally:
-                    if not places:
-                        del _places[id(self.frame_dict)]
-            if not isinstance(place.here.stack, list):
-                place.here.stack = []
-            self._place, self._stack = place, place.here.stack
-            self._stack.append(self)
-            place.num_patches += 1
-
-    def revert(self) -> None:
-        """Count no more, whichever thread says so."""
-        with _lock:
-            place, self._place = self._place, None
-            if place is None:
-                return
-            self._stack.remove(self)
-            place.num_patches -= 1
-            if place.num_patches == 0:
-                places = _places[id(place.owner)]
-                del places[place.name]
-                if not places:
-                    del _places[id(place.owner)]
-                place.put_back()
-
-
-def _see_through(wrapper: Any) -> None:
-    """Have a wrapper that was made around another thread's stand-in call, and record, the original."""
-    for cell in getattr(wrapper, "__closure__", None) or ():
-        try:
-            found = cell.cell_contents
-        except ValueError:  # a variable without a value yet
-            continue
-        original = _original(found)
-        if original is not found:
-            cell.cell_contents = original
-            if getattr(wrapper, "__wrapped__", None) is found:
-                functools.update_wrapper(wrapper, original)
-
 
 def probe(module: types.ModuleType) -> bool:
-    """Whether what one thread patches is patched in another one too, tried on a class of our own."""
+    """Whether what one thread patches is patched in another one too, tried on a class of our own; if so Dynamo needs to
+    be told of it."""
+    if module.__name__ != MODULES[0]:
+        return bool(_fx_places.torchs_functions) or probe(importlib.import_module(MODULES[0]))
     if not hasattr(module, "_Patcher"):
         raise RepairError("torch.fx._symbolic_trace has no _Patcher")
 
@@ -192,15 +71,31 @@ def probe(module: types.ModuleType) -> bool:
 
 
 def repair(module: types.ModuleType) -> None:
-    """Have every patch of a ``_Patcher`` count in its thread alone, and every thread have its own current patcher."""
+    """Have every patch of a ``_Patcher`` count in its thread alone, and every thread have its own current patcher; or
+    have Dynamo see through what was changed: as ``module`` says."""
+    match module.__name__:
+        case "torch._dynamo.variables.functions":
+            owner = getattr(module, "UserFunctionVariable", None)
+            if owner is None:
+                _let_go()  # or Dynamo would look at the bodies
+            _see_through(owner, "__init__", _copy_of)
+        case "torch._dynamo.variables.builder":
+            _see_through(getattr(module, "VariableBuilder", None), "__call__", _fx_places.original_of)
+        case "torch._dynamo.guards":
+            _repair_guards(module)
+        case _:
+            _repair_traces(module)
+
+
+def _repair_traces(module: types.ModuleType) -> None:
     patcher_class = getattr(module, "_Patcher", None)
     if not all(callable(getattr(patcher_class, name, None)) for name in ("patch", "patch_method")):
         raise RepairError("torch.fx._symbolic_trace has no _Patcher with patch and patch_method")
 
     def patch(self: Any, frame_dict: Any, name: str, new_fn: Callable[..., Any], deduplicate: bool = True) -> None:
-        with _lock:
-            _see_through(new_fn)
-            self.patches_made.append(_Patch(frame_dict, name, new_fn))
+        with _fx_places.lock:
+            _fx_places.see_through(new_fn)
+            self.patches_made.append(_fx_places.Patch(frame_dict, name, new_fn))
 
     def patch_method(self: Any, cls: type, name: str, new_fn: Callable[..., Any], deduplicate: bool = True) -> None:
         patch(self, cls, name, new_fn)
@@ -210,20 +105,82 @@ def repair(module: types.ModuleType) -> None:
             _patches.body(getattr(module, name), functools.partial(_locked, module))
     _patches.attribute(patcher_class, "patch", patch)
     _patches.attribute(patcher_class, "patch_method", patch_method)
+    for name in ("_orig_module_call", "_orig_module_getattr"):
+        _repair_name(module, name)
     _repair_tracer(module.Tracer)
     _repair_current(module)
+
+
+def _repair_name(module: types.ModuleType, name: str) -> None:
+    """Have torch's tracer call a copy of one of its two functions, whose body is free to change then."""
+    function = getattr(module, name, None)
+    torchs = next((one for one in _fx_places.torchs_functions.values() if one.copy is function), None)
+    if torchs is None:
+        if not isinstance(function, types.FunctionType) or function.__closure__:
+            return  # then a stand-in takes its place
+        torchs = _fx_places.torchs_functions.setdefault(function, _fx_places.TorchsFunction(module, name, function))
+    torchs.put_name()
+    _patches.later(_let_go)
+
+
+def _let_go() -> None:
+    """Have torch's tracer call its two functions again, once no trace is under way."""
+    with _fx_places.lock:
+        for torchs in _fx_places.torchs_functions.values():
+            torchs.put_name_back()
+
+
+def _see_through(owner: Any, name: str, what: Callable[[Any], Any]) -> None:
+    """Have a method of Dynamo's be called with ``what`` it makes of its first argument."""
+    look: Callable[..., Any] | None = getattr(owner, name, None)
+    if look is None:
+        raise RepairError("Dynamo looks at functions in an unknown place")
+
+    @functools.wraps(look)
+    def look_through(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            args = (what(args[0]), *args[1:])
+        elif "fn" in kwargs:
+            kwargs["fn"] = what(kwargs["fn"])
+        return look(self, *args, **kwargs)
+
+    _patches.attribute(owner, name, look_through)
+
+
+def _copy_of(found: Any) -> Any:
+    """What a function does while nobody traces, for whoever looks at its body."""
+    torchs = _fx_places.torchs_functions.get(found) if isinstance(found, types.FunctionType) else None
+    return found if torchs is None else torchs.copy
+
+
+def _repair_guards(module: types.ModuleType) -> None:
+    """Have Dynamo guard on torch's two functions, not on their bodies, which change."""
+    builder = getattr(module, "GuardBuilder", None)
+    original: Callable[..., Any] | None = getattr(builder, "CLOSURE_MATCH", None)
+    if builder is None or original is None or not hasattr(builder, "FUNCTION_MATCH"):
+        raise RepairError("torch._dynamo.guards has no GuardBuilder with CLOSURE_MATCH and FUNCTION_MATCH")
+    by_name = "name" in inspect.signature(builder.get).parameters  # an older torch
+
+    @functools.wraps(original)
+    def closure_match(self: Any, guard: Any, *args: Any, **kwargs: Any) -> Any:
+        found = self.get(guard.name if by_name else guard)
+        if _copy_of(found) is not found:
+            return self.FUNCTION_MATCH(guard)
+        return original(self, guard, *args, **kwargs)
+
+    _patches.attribute(builder, "CLOSURE_MATCH", closure_match)
 
 
 def _locked(module: types.ModuleType, original: types.FunctionType) -> Callable[..., Any]:
     """What looks for functions to patch: no place changes meanwhile, and no stand-in hides one of them."""
 
     def look(patcher: Any, frame_dict: Any = None, function_ids: Any = frozenset()) -> None:
-        with _lock:
+        with _fx_places.lock:
             if frame_dict is None:
                 original(patcher)
                 return
             original(patcher, frame_dict, function_ids)
-            for place in list(_places.get(id(frame_dict), {}).values()):
+            for place in list(_fx_places.places.get(id(frame_dict), {}).values()):
                 is_sought = id(place.original) in function_ids and not place.name.startswith("_")
                 if is_sought and not place.here.stack:
                     patcher.patch(frame_dict, place.name, module._create_wrapped_func(place.original))
@@ -237,11 +194,11 @@ def _repair_tracer(tracer_class: Any) -> None:
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        with _lock:
+        with _fx_places.lock:
             init(self, *args, **kwargs)
             ids = getattr(self, "_autowrap_function_ids", None)
             if ids:
-                by_id = {id(stand_in): original for stand_in, original in _originals.items()}
+                by_id = {id(stand_in): original for stand_in, original in _fx_places.originals.items()}
                 self._autowrap_function_ids = {id(by_id[key]) if key in by_id else key for key in ids}
 
     _patches.attribute(tracer_class, "__init__", __init__)
