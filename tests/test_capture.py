@@ -324,3 +324,14 @@ def test_capture_that_fails_inside_an_eager_block_gives_its_numbers_back() -> No
             return torch.rand(3)
 
     assert torch.equal(run(True), run(False))
+
+
+def test_capture_leaves_nothing_of_its_frame_alive() -> None:
+    with gs.thread_context("cpu"):
+        kept: torch.Tensor | None = torch.ones(5)
+        gone = weakref.ref(kept)
+        with gs.capture() as graph:
+            torch.ones(2) + 1
+        graph.reset()
+        kept = None
+        assert gone() is None and kept is None

@@ -294,7 +294,7 @@ def test_executor_call_that_fails_in_a_seat_or_capture_leaves_the_thread_well(po
 
     def fails_in_a_capture() -> None:
         with gs.capture():
-            torch.ones(2).sum().item()
+            torch.rand(2).sum().item()
 
     def fails_and_leaves_a_seat() -> None:
         gs.current_context().eager().__enter__()
@@ -330,20 +330,106 @@ def test_executor_call_that_returns_with_a_seat_is_reported_and_the_seat_given_b
     assert seats() == 0 and "forgets" in caplog.text and "seat held" in caplog.text
 
 
-def test_executor_thread_with_a_capture_left_open_takes_no_more_calls(caplog: pytest.LogCaptureFixture) -> None:
+def test_executor_call_that_returns_with_a_capture_open_fails_and_harms_no_later_call(pool: gs.Executor) -> None:
+    kept: list[Any] = []
+    for begin in (gs.capture, lambda: gs.context.current_context().gate.capture()):
+
+        def forgets(begin: Callable[[], Any] = begin) -> int:
+            kept.append(begin())
+            kept[-1].__enter__()
+            return 5
+
+        with pytest.raises(gs.GraphsafeError, match=r"forgets.* returned with a capture open"):
+            pool.submit(forgets).result(DEADLINE_S)
+        assert seats() == 0
+        assert pool.submit(lambda: float((torch.ones(2) + 1).sum())).result(DEADLINE_S) == 4
+        with gs.thread_context("cpu"), gs.current_context().eager():
+            torch.rand(1)
+
+    def captures() -> float:
+        with gs.capture() as graph:
+            y = torch.ones(2) + 1
+        graph.replay()
+        return y.sum().item()
+
+    assert pool.submit(captures).result(DEADLINE_S) == 4
+
+
+def test_executor_call_that_fails_with_a_capture_open_ends_in_its_own_error(pool: gs.Executor) -> None:
+    def fails() -> None:
+        gs.capture().__enter__()
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        pool.submit(fails).result(DEADLINE_S)
+    assert seats() == 0
+    assert pool.submit(lambda: torch.ones(2).sum().item()).result(DEADLINE_S) == 2
+
+
+class Doubled(torch.overrides.TorchFunctionMode):
+    """Doubles what every function returns."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {})) * 2
+
+
+class Halved(private.DispatchMode):
+    """Has operators do something else."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise ZeroDivisionError
+
+
+def suspended(block: Any) -> Iterator[None]:
+    with block:
+        yield
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        torch.inference_mode,
+        torch.no_grad,
+        lambda: torch.device("meta"),
+        lambda: torch.autocast("cpu"),
+        lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x * 2, lambda x: x),
+        Doubled,
+        Halved,
+    ],
+)
+def test_executor_call_sees_no_mode_that_the_one_before_never_left(
+    pool: gs.Executor, caplog: pytest.LogCaptureFixture, block: Callable[[], Any]
+) -> None:
     kept: list[Any] = []
 
-    def forgets() -> None:
-        kept.append(gs.context.current_context().gate.capture())
-        kept[0].__enter__()
+    def leaves_open() -> None:
+        kept.extend([suspended(block()), suspended(block())])
+        for one in kept:
+            next(one)
 
-    with gs.Executor(1, "cpu") as executor:
-        executor.submit(forgets).result(DEADLINE_S)
-        with pytest.raises(gs.GraphsafeError, match="left a capture open"):
-            executor.submit(int).result(DEADLINE_S)
-        assert "left a capture open" in caplog.text
-    assert "executor-cpu_0" in caplog.text and seats() == 0  # given back at the thread's end
-    assert not any(row.alive and row.name == "executor-cpu_0" for row in gs.stats().contexts)
+    def trains() -> tuple[Any, ...]:
+        model = torch.nn.Linear(2, 2, bias=False)
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+        loss = (model(torch.ones(1, 2)) ** 2).sum()
+        loss.backward()
+        assert model.weight.grad is not None
+        with torch.autocast("cpu"):
+            first = model(torch.ones(1, 2))
+            with torch.no_grad():
+                model.weight.fill_(2.0)
+        with torch.autocast("cpu"):  # the end of the block before has let go of the weight as it was
+            second = model(torch.ones(1, 2))
+        found = (first.dtype, first.tolist(), second.tolist(), model.weight.grad.tolist())
+        return (*found, torch.is_inference_mode_enabled(), torch.empty(1).device.type)
+
+    expected = pool.submit(trains).result(DEADLINE_S)
+    pool.submit(leaves_open).result(DEADLINE_S)
+    assert pool.submit(trains).result(DEADLINE_S) == expected
+    silent = block in (torch.no_grad,) or isinstance(block(), torch.autocast)
+    assert ("leaves_open" in caplog.text) == (not silent)
+    pool.submit(kept.clear).result(DEADLINE_S)
+    assert pool.submit(trains).result(DEADLINE_S) == expected
 
 
 def test_executor_result_gives_the_callers_seat_back_while_it_waits(pool: gs.Executor) -> None:

@@ -21,6 +21,9 @@ from .errors import (
     WrongThreadError,
 )
 from .executor import Executor
+from .graphed import GraphedCallable, graphed
+from .graphed_modules import make_graphed_callables
+from .lint import Finding, lint
 from .stats import Stats, stats
 from .steps import mark_step_begin, step, steps
 from .train_step import TrainStep
@@ -32,8 +35,10 @@ __all__ = [
     "BufferRing",
     "CaptureError",
     "Executor",
+    "Finding",
     "GateTimeout",
     "Graph",
+    "GraphedCallable",
     "GraphsafeError",
     "GraphsafeWarning",
     "NoContextError",
@@ -52,8 +57,11 @@ __all__ = [
     "capture",
     "compile",
     "current_context",
+    "graphed",
     "install",
     "installed",
+    "lint",
+    "make_graphed_callables",
     "mark_step_begin",
     "padding",
     "spawn",

@@ -1,4 +1,8 @@
-"""Keeps the garbage collector off while anything captures: it could free a graph or device memory in the middle."""
+"""Keeps the garbage collector off while anything captures: it could free a graph or device memory in the middle.
+
+Guarantees:
+- ``off()`` and ``on()`` count nothing: each may be called again for the same user, as after an interrupt.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +14,35 @@ from . import gate
 
 
 class CollectorGuard:
-    """Keeps the garbage collector from running while anything captures; counts its users."""
+    """Keeps the garbage collector from running while anyone wants it off."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards the two below; taken alone
-        self._users = 0
+        self._users: set[int] = set()  # ids of objects that live until they are done
         self._was_enabled = False
 
-    def __enter__(self) -> None:
+    def off(self, user: object) -> None:
+        """Keep it off until ``on(user)``."""
         with self._lock:
-            if self._users == 0:
+            if not self._users:
                 self._was_enabled = gc.isenabled()
-                gc.disable()
-            self._users += 1
+            self._users.add(id(user))
+            gc.disable()
+
+    def on(self, user: object) -> None:
+        """Have it as it was before the first user, once this was the last one. Does nothing for others."""
+        with self._lock:
+            last = id(user) in self._users and len(self._users) == 1
+            if last and self._was_enabled:
+                gc.enable()
+            self._users.discard(id(user))
 
     def forget_other_threads(self) -> None:
         """In a forked child, where no other thread captures."""
         self._lock = threading.Lock()
-        if self._users and self._was_enabled and gate.capturing() is None:
-            self._users = 0
-            gc.enable()
-
-    def __exit__(self, *exc_info: object) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users == 0 and self._was_enabled:
+        if self._users and gate.capturing() is None:
+            self._users.clear()
+            if self._was_enabled:
                 gc.enable()
 
 

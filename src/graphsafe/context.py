@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from . import gate
+from . import gate, own_streams
 from .errors import GraphsafeError, NoContextError, WrongThreadError
 from .gate import Counters, DeviceGate, Scope
 from .repairs import private, trees
@@ -100,6 +100,7 @@ class ThreadContext:
         self.pool: tuple[int, int] | None = None
         self.generator: torch.Generator = torch.Generator(self.device)
         self.counters = Counters()
+        self.pool_bytes: dict[tuple[int, int], int] = {}  # reserved for the pools of its graphs
         self.gate: DeviceGate = gate.gate_for(self.device)
         self.graveyard: deque[Any] = deque()  # CUDA graphs to destroy, by this thread, outside captures
         self._resources_lock = threading.RLock()  # guards the set; taken alone, also by a finaliser that interrupts it
@@ -133,9 +134,9 @@ class ThreadContext:
         with ExitStack() as stack:
             if self.device.type == "cuda":
                 before = torch.cuda.current_stream(self.device)
-                with torch.cuda.device(self.device):
-                    self.stream = torch.cuda.Stream(self.device)
-                    self.pool = torch.cuda.graph_pool_handle()
+                self.stream = own_streams.take(self.device)
+                stack.callback(own_streams.give_back, self.stream)
+                self.pool = torch.cuda.graph_pool_handle()
                 self.stream.wait_stream(before)
                 stack.enter_context(torch.cuda.device(self.device))
                 stack.enter_context(torch.cuda.stream(self.stream))
@@ -277,26 +278,26 @@ class ThreadContext:
         if self.device.type == "cpu":
             self._saved = default.get_state()
             state = self.generator.get_state()
-            self._swapped_in = private.state_bytes(state)
             default.set_state(state)
+            self._swapped_in = private.state_bytes(state)
         else:
             self._saved = default.graphsafe_get_state()
             default.graphsafe_set_state(self.generator)
 
     def swap_out(self) -> None:
-        """Undo ``swap_in``, keeping what was drawn."""
+        """Undo ``swap_in``, keeping what was drawn. A second call goes on from where an interrupt left the first."""
         default, saved = private.default_generator(self.device), self._saved
-        self._saved = None
-        if self.device.type == "cpu":
-            assert isinstance(saved, torch.Tensor)
-            drawn = default.get_state()
-            own = private.state_bytes(self.generator.get_state())
-            if own == self._swapped_in or private.state_bytes(drawn) != self._swapped_in:
-                self.generator.set_state(drawn)  # else it was drawn from by name, and is ahead
+        if isinstance(saved, torch.Tensor):
+            if self._swapped_in:
+                drawn = default.get_state()
+                own = private.state_bytes(self.generator.get_state())
+                if own == self._swapped_in or private.state_bytes(drawn) != self._swapped_in:
+                    self.generator.set_state(drawn)  # else it was drawn from by name, and is ahead
+                self._swapped_in = b""
             default.set_state(saved)
-        else:
-            assert isinstance(saved, torch.Generator)
+        elif saved is not None:
             default.graphsafe_set_state(saved)
+        self._saved = None
 
     def rng_state(self) -> torch.Tensor:
         """The state of the context's generator, wherever it is now."""

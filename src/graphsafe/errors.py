@@ -30,6 +30,7 @@ class CaptureError(GraphsafeError):
         location: ``file:line`` in the user's code, where known.
         cure: what to do.
         others: CUDA errors that other threads saw meanwhile.
+        thread: name of the thread that captured.
 
     Attributes:
         foreign: whether something outside the captured code broke it, so that a second try may succeed.
@@ -44,9 +45,11 @@ class CaptureError(GraphsafeError):
         location: str | None = None,
         cure: str | None = None,
         others: tuple[str, ...] = (),
+        *,
+        thread: str | None = None,  # pickled with the attributes
     ) -> None:
         self.what, self.operation, self.location = what, operation, location
-        self.cure, self.others = cure, tuple(others)
+        self.cure, self.others, self.thread = cure, tuple(others), thread
         super().__init__(what, operation, location, cure, self.others)
 
     def __str__(self) -> str:
@@ -55,11 +58,18 @@ class CaptureError(GraphsafeError):
             text += f" The operation: {self.operation}."
         if self.location is not None:
             text += f" The line: {self.location}."
+        if self.thread is not None:
+            text += f" The thread: {self.thread!r}."
         if self.cure is not None:
             text += f" {self.cure}"
         for other in self.others:
             text += f"\nMeanwhile in another thread: {other}"
         return text
+
+    def attach(self, others: tuple[str, ...]) -> None:
+        """Add what other threads saw."""
+        self.others += tuple(others)
+        self.args = (*self.args[:-1], self.others)
 
 
 class ShapeMismatchError(GraphsafeError, ValueError):

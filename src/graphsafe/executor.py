@@ -3,11 +3,12 @@
 Guarantees:
 - A thread of the pool has one context from its first call to its end, so its graphs serve one request after another.
 - Every call starts in one known state: the pool's device and stream are current, autograd confined, grad mode on,
-  autocast off, no default device, and a copy of the submitter's context variables (torch's config overrides are among
-  them since torch 2.12). A mode that a call enters and does not leave stays with its thread.
+  autocast off, no mode, no default device, and a copy of the submitter's context variables (torch's config overrides
+  are among them since torch 2.12).
 - Tensors cross safely both ways: the call waits for the submitter's streams, and whoever asks the future for its result
   waits for the call's. An event loop that awaits the call does so on its own thread.
-- A call that fails, or that returns with a seat held, leaves no seat behind for other threads to wait for.
+- Whatever a call does, it leaves no seat, no capture and no mode behind. What it left open is closed and logged; a call
+  that returns with a capture open fails, since that graph is lost.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from . import gate
+from . import cuda_errors, gate
 from .attach import attach
 from .context import active_contexts, draw_seed, resolve_device
 from .deadlines import timeout_s
 from .errors import GraphsafeError
+from .repairs import modes
 from .workers import Handover
 
 P = ParamSpec("P")
@@ -178,11 +180,15 @@ class Executor(ThreadPoolExecutor):
             value = variables.run(fn, *args, **kwargs)
             back = Handover((value,), (self.device,))
         except BaseException as exc:
-            _give_seats_back(None)
+            cuda_errors.note(exc)
+            _leave_as_found(None)
             future.fail(exc)
         else:
-            _give_seats_back(fn)
-            future.hand_back(value, back)
+            lost = _leave_as_found(fn)
+            if lost is None:
+                future.hand_back(value, back)
+            else:
+                future.fail(lost)
         finally:
             del future, handed, variables, fn, args, kwargs  # the traceback of a failed call holds this frame
 
@@ -196,11 +202,7 @@ class Executor(ThreadPoolExecutor):
         if context.stream is not None:
             torch.cuda.set_stream(context.stream)  # and its device
         torch.autograd.set_multithreading_enabled(False)
-        torch.set_grad_enabled(True)
-        for device_type, dtype in (("cpu", torch.bfloat16), ("cuda", torch.float16)):  # torch's own defaults
-            torch.set_autocast_enabled(device_type, False)
-            torch.set_autocast_dtype(device_type, dtype)
-        torch.set_default_device(None)
+        modes.leave_all()  # of what ran after the last call's end, such as its future's callbacks
 
     def _thread_seed(self) -> int:
         # The pool names its threads by their number, which no other order of starting changes.
@@ -246,18 +248,26 @@ def _give_up(call: list[Any], ended: Future[None]) -> None:
         future.set_running_or_notify_cancel()
 
 
-def _give_seats_back(returned: Callable[..., Any] | None) -> None:
-    """After a call: give back what it left held. ``returned``: the function, where it did not raise."""
-    held = list(gate._held())
-    if not held:
-        return
+def _leave_as_found(returned: Callable[..., Any] | None) -> GraphsafeError | None:
+    """After a call: close what it left open. ``returned``: the function, where it did not raise.
+
+    Returns:
+        the error that the call ends in although it has returned.
+    """
+    lost = None
     if gate.capturing() is not None:
-        gate.logger.error("A call of an Executor left a capture open; its thread takes no more calls until it ends.")
-        return
-    if returned is not None:
+        lost = GraphsafeError(
+            f"{returned!r} returned with a capture open. The capture is given up, and its graph holds nothing. Capture "
+            "with a `with` block."
+        )
+    elif gate._held() and returned is not None:
         gate.logger.error("%r returned with a seat held; it is given back. Use `with context.eager():`.", returned)
-    for hold in held:
+    for hold in list(gate._held()):
         try:
             gate.abandon(hold.gate)
         except BaseException:
             gate.logger.exception("A seat on %s was not given back well.", hold.gate.device)
+    left = modes.leave_all()
+    if left and returned is not None:
+        gate.logger.error("%r returned inside %s, which is left. Use a `with` block.", returned, ", ".join(left))
+    return lost if returned is not None else None

@@ -22,41 +22,19 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
 
 import torch
 
+from . import cuda_errors
 from .deadlines import timeout_s
 from .errors import CaptureError, GateTimeout, WrongThreadError
+from .holds import Counters as Counters
+from .holds import Kind as Kind
 from .tasks import current_task, task_name
 
 logger = logging.getLogger("graphsafe")
 
 POLL_S = 0.5  # how often a waiter looks whether the holder compiles
-
-
-class Kind(Enum):
-    """What a hold allows: SHARED seats go together, EXCLUSIVE and CAPTURE are alone on the device."""
-
-    SHARED = "a shared seat"
-    EXCLUSIVE = "an exclusive seat"
-    CAPTURE = "a capture"
-
-
-@dataclass
-class Counters:
-    """What one context did. Written by its own thread alone, read by anyone."""
-
-    captures: int = 0
-    failed_captures: int = 0
-    replays: int = 0
-    eager_steps: int = 0
-    mismatches: int = 0
-    wait_s: float = 0.0
-
-    def add(self, other: Counters) -> None:
-        for name in self.__dataclass_fields__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 def _nothing() -> None:
@@ -65,16 +43,20 @@ def _nothing() -> None:
 
 @dataclass(eq=False)
 class Hold:
-    """One thread's place at one gate. ``on_take`` and ``on_give`` run whenever it is really taken or given back."""
+    """One thread's place at one gate. ``on_take`` and ``on_give`` run whenever it is really taken or given back.
+
+    ``on_give`` may run twice, after an interrupt. ``on_abandon`` runs before ``abandon()`` gives the place back.
+    """
 
     gate: DeviceGate
     kind: Kind
     on_take: Callable[[], None] = _nothing
     on_give: Callable[[], None] = _nothing
+    on_abandon: Callable[[], None] = _nothing
     counters: Counters = field(default_factory=Counters)
-    ident: int = 0
+    ident: int = field(default_factory=threading.get_ident)
     thread_name: str = ""
-    task: object = None
+    task: object = field(default_factory=current_task)
     stack: list[Hold] = field(default_factory=list)  # of the thread that holds it
     since: float = 0.0
     taken: bool = False
@@ -120,7 +102,7 @@ class DeviceGate:
     ) -> Scope:
         """A scope that holds a seat. Inside the thread's own capture, or a seat as strong, it does nothing."""
         kind = Kind.EXCLUSIVE if exclusive else Kind.SHARED
-        return Scope(Hold(self, kind, on_take, on_give, counters or Counters()))
+        return Scope(Hold(self, kind, on_take, on_give, counters=counters or Counters()))
 
     def capture(
         self,
@@ -128,32 +110,39 @@ class DeviceGate:
         counters: Counters | None = None,
         on_take: Callable[[], None] = _nothing,
         on_give: Callable[[], None] = _nothing,
+        on_abandon: Callable[[], None] = _nothing,
     ) -> Scope:
         """A scope that is alone on the device; all the thread's seats are given back for its length."""
-        return Scope(Hold(self, Kind.CAPTURE, on_take, on_give, counters or Counters()))
+        return Scope(Hold(self, Kind.CAPTURE, on_take, on_give, on_abandon, counters or Counters()))
 
     def take(self, hold: Hold) -> None:
         try:
             with self._lock:
                 # A capture goes ahead of all that are not captures; everything else queues at the end.
                 captures = sum(waiter.kind is Kind.CAPTURE for waiter in self._waiters)
-                self._waiters.insert(captures if hold.kind is Kind.CAPTURE else len(self._waiters), hold)
                 try:
+                    self._waiters.insert(captures if hold.kind is Kind.CAPTURE else len(self._waiters), hold)
                     self._wait(lambda: self._may_go(hold), f"waited for {hold.kind.value}", hold.counters)
                 finally:
-                    self._waiters.remove(hold)
+                    if hold in self._waiters:
+                        self._waiters.remove(hold)
                     self._changed.notify_all()
                 hold.since = time.monotonic()
                 hold.taken = True
                 self._holders.append(hold)
             hold.on_take()
         except BaseException:
-            self.leave(hold)
+            self.give(hold)
             raise
 
     def give(self, hold: Hold) -> None:
         try:
-            hold.on_give()
+            if hold.taken:
+                try:
+                    hold.on_give()
+                except BaseException:  # an interrupt: it goes on from there
+                    hold.on_give()
+                    raise
         finally:
             self.leave(hold)
 
@@ -232,33 +221,38 @@ class Scope:
             self._inline = True
             return
         self._outer = here
-        if hold.kind is Kind.CAPTURE:
-            self._set_aside = _give_all(stack)
-        else:
-            self._set_aside = _give_all([held for held in stack if held.gate.order >= hold.gate.order], stack)
+        captures = hold.kind is Kind.CAPTURE
         try:
+            aside = [held for held in stack if captures or held.gate.order >= hold.gate.order]
+            self._set_aside = _give_all(aside, stack)
             hold.gate.take(hold)
             stack.append(hold)
+            if not captures:  # seats on other devices are taken again at once, in order; here's waits
+                again = [held for held in self._set_aside if held is not self._outer]
+                self._set_aside = [] if self._outer is None else [self._outer]
+                _take_all(again, stack)
         except BaseException:
-            _drop(hold, stack)
-            _take_all(self._set_aside, stack)
+            self._leave()
             raise
-        if hold.kind is not Kind.CAPTURE:  # seats on other devices are taken again at once, in order; here's waits
-            again = [held for held in self._set_aside if held is not self._outer]
-            self._set_aside = [] if self._outer is None else [self._outer]
-            _take_all(again, stack)
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._inline:
-            self._inline = False
-            return
-        hold = self._hold
-        stack, task, ident = hold.stack, current_task(), threading.get_ident()
+        """Give the place back. A second call does nothing."""
         try:
-            _drop(hold, stack)
+            if exc_info:
+                cuda_errors.note(exc_info[1])
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        hold, inline, self._inline = self._hold, self._inline, False
+        if inline:
+            return
+        try:
+            _drop(hold, hold.stack)
         finally:
             aside, self._set_aside = self._set_aside, []
-            _take_all(aside, stack)
+            _take_all(aside, hold.stack)
+        task, ident = current_task(), threading.get_ident()
         if ident != hold.ident or task is not hold.task:
             caller = threading.current_thread().name if ident != hold.ident else task_name(task)
             raise WrongThreadError(f"The seat on {hold.gate.device}", _owner(hold), caller)
@@ -281,6 +275,7 @@ def _drop(hold: Hold, stack: list[Hold]) -> None:
 def abandon(gate: DeviceGate) -> None:
     """Give back what this thread still holds at a gate, and forget it."""
     for hold in [hold for hold in _per_thread.held if hold.gate is gate]:
+        hold.on_abandon()
         _drop(hold, _per_thread.held)
 
 

@@ -40,10 +40,16 @@ class Loop:
         set_to_none: bool,
     ) -> None:
         self.loss_fn, self.control, self.scaler = loss_fn, control, scaler
+        control.scaler = scaler
         self.max_grad_norm, self.accumulate, self.set_to_none = max_grad_norm, accumulate, set_to_none
         self.norm: torch.Tensor | None = None
         self.norm_buffer: torch.Tensor | None = None
         self.static_gradients: dict[torch.Tensor, torch.Tensor] = {}
+
+    @property
+    def name(self) -> str:
+        """Of the step, for reports."""
+        return str(getattr(self.loss_fn, "__qualname__", type(self.loss_fn).__name__))
 
     def kind(self, position: int) -> Kind:
         """Which micro-batch comes after ``position`` others of the accumulation."""
@@ -81,6 +87,8 @@ class Loop:
         control, optimizer, scaler = self.control, self.control.optimizer, self.scaler
         parameters = control.parameters
         captured = gate.capturing() is not None
+        if not captured:
+            control.prepare_again()
         control.refresh_lr()  # before a capture it is up to date, and enqueues nothing
         norm = None
         if self.max_grad_norm is not None:
@@ -89,12 +97,17 @@ class Loop:
             norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
             if captured and self.norm_buffer is not None:
                 self.norm_buffer.copy_(norm)
+        looks = captured or control.num_looks > 0
+        before = control.host_state() if looks else {}
         with control.lr_on_device():
             if scaler is not None:
                 scaler.step(optimizer)
                 scaler.update()
             else:
                 optimizer.step()
+        if looks:
+            control.num_looks -= not captured
+            control.check_step(before)
         optimizer.zero_grad(set_to_none=self.set_to_none)
         self.norm = norm
 
@@ -116,13 +129,14 @@ class Loop:
         fits = gradients is None or len(gradients) == len(parameters)
         fits = fits and all(gradient is None or gradient.shape == parameter.shape for parameter, gradient in pairs)
         require(fits, "The state's gradients are those of another model: their number or shapes differ.")
-        alike = (self.scaler is None) == (state["scaler"] is None)
+        enabled = self.scaler is not None and self.scaler.is_enabled()
+        alike = enabled == bool(state["scaler"])  # a disabled one has an empty state
         require(alike, "One of the state and this TrainStep has a GradScaler and the other has none: make them alike.")
         try:
             self.control.optimizer.load_state_dict(state["optimizer"])
         except ValueError as exc:
             raise GraphsafeError(f"The state's optimizer does not fit this one ({exc}). Nothing was loaded.") from exc
-        if self.scaler is not None:
+        if self.scaler is not None and enabled:
             self.scaler.load_state_dict(state["scaler"])
         for parameter, gradient in pairs:
             parameter.grad = None if gradient is None else gradient.detach().clone().to(parameter.device)
@@ -188,7 +202,10 @@ class Loop:
         """
         optimizer, scaler, norm = self.control.optimizer, self.scaler, self.norm
         gradients = list(self.gradients(modules).items())
-        known_state = set(optimizer.state)
+        memory = [(parameter, parameter.data) for parameter, _ in gradients]
+        known_state = {key: dict(own) if isinstance(own, dict) else own for key, own in optimizer.state.items()}
+        groups = [(group, dict(group)) for group in optimizer.param_groups]
+        tables = [(t, dict(t)) for module in modules for t in (module._parameters, module._buffers)]
         stages = None if scaler is None else private.scaler_stages(scaler)
         ran: list[tuple[torch.Tensor, torch.Tensor]] = []  # (tensor, its value)
         if self.control.device.type == "cpu":
@@ -197,13 +214,23 @@ class Loop:
             ran = [(tensor, tensor.clone()) for tensor in held]
 
         def take_back() -> None:
+            for parameter, data in memory:
+                if parameter.data_ptr() != data.data_ptr():
+                    parameter.data = data
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             with torch.no_grad():
                 for tensor, value in ran:
                     tensor.copy_(value)
-            for parameter in set(optimizer.state) - known_state:
-                del optimizer.state[parameter]
+            for key in [key for key in optimizer.state if key not in known_state]:
+                del optimizer.state[key]
+            for key, own in known_state.items():
+                if isinstance(own, dict):
+                    _restore(optimizer.state[key], own)
+                else:
+                    optimizer.state[key] = own
+            for table, entries in [*groups, *tables]:
+                _restore(table, entries)
             if scaler is not None and stages is not None:
                 private.restore_stages(scaler, stages)
             self.norm = norm
@@ -233,6 +260,13 @@ class Loop:
             if now is not expected and (now is None or now is not self.static_gradients.get(parameter)):
                 return True
         return False
+
+
+def _restore(table: dict[str, Any], entries: dict[str, Any]) -> None:
+    """Have a dictionary hold what it held, the same objects."""
+    if len(table) != len(entries) or any(table.get(key) is not value for key, value in entries.items()):
+        table.clear()
+        table.update(entries)
 
 
 def _described(result: Any) -> str:

@@ -1,76 +1,181 @@
-"""What a training step works on, and whether it still is what it was.
+"""What a graph works on outside its own pool, and whether it still is what it was.
 
 Guarantees:
-- ``holds()`` sees a module, parameter, buffer, gradient or optimizer state that was replaced, moved or loaded anew.
+- ``holds()`` sees, before a replay, a tensor whose memory was replaced or moved, and a parameter, buffer, submodule,
+  closure variable, global or attribute that now is another one. Deep changes that nothing announces (a submodule put
+  into a module's private table by hand, an entry of an optimizer's state) are seen at the next check of everything,
+  which comes every ``CHECK_ALL_EVERY`` calls, and at once when any module of the process registers a part, and when a
+  hook is put anywhere. (The removal of a hook is not announced.)
+
+It rests on torch's registration hooks, which every assignment of a parameter, buffer or submodule calls, and on the
+number that torch gives each hook.
 """
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from operator import attrgetter, getitem, is_
+from types import CellType
 from typing import Any
 
 import torch
+from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
+
+from . import walk
+from .errors import CaptureError
+from .repairs import private
+
+CHECK_ALL_EVERY = 64
+MAX_STALE = 3  # captures in a row that were out of date at their next call, until a signature runs eagerly
+_requires_grad = attrgetter("requires_grad")
+_content = attrgetter("cell_contents")
+_gradient = attrgetter("grad")
 
 
-@dataclass(frozen=True)
+class _Registrations:
+    """Counts the registrations of parts of modules, of the whole process, from the first graph on."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._numbers = itertools.count(1)  # so that two threads never write the same number
+        self._lock = threading.Lock()  # guards the flag; taken alone
+        self._watches = False
+
+    def watch(self) -> None:
+        with self._lock:
+            if self._watches:
+                return
+            self._watches = True
+            torch_module.register_module_parameter_registration_hook(self._note)
+            torch_module.register_module_buffer_registration_hook(self._note)
+            torch_module.register_module_module_registration_hook(self._note)
+
+    def _note(self, module: torch.nn.Module, name: str, part: Any) -> None:
+        self.count = next(self._numbers)
+
+
+_registrations = _Registrations()
+
+
 class Memory:
-    """Where a step's tensors hang, and where they lie.
+    """Where the tensors that ``roots`` reach hang and lie.
 
-    Attributes:
-        references: (mapping, key, what it held).
-        parameters: the optimizer's.
-        gradients: theirs; empty where they come and go with every step.
-        state: the optimizer's mapping itself, which load_state_dict replaces.
-        tensors, addresses: the tensors among all these, and their ``data_ptr()``.
+    Args:
+        roots: what the graph's code reaches: functions, modules, an optimizer.
+        gradients_of: parameters whose gradients stay where they are, so that the graph adds to them in place.
+    Thread safety: one thread.
     """
 
-    references: list[tuple[Any, Any, Any]]
-    parameters: list[torch.Tensor]
-    gradients: list[torch.Tensor | None]
-    state: Any
-    tensors: list[torch.Tensor]
-    addresses: list[int]
-
-    @classmethod
-    def of(
-        cls, modules: Sequence[torch.nn.Module], optimizer: torch.optim.Optimizer, *, with_gradients: bool
-    ) -> Memory:
-        """As it is now."""
-        state = optimizer.state
-        references: list[tuple[Any, Any, Any]] = [
-            (table, name, tensor)
-            for module in modules
-            for table in (module._parameters, module._buffers, module._modules)
-            for name, tensor in table.items()
-            if tensor is not None
+    def __init__(self, *roots: Any, gradients_of: Sequence[torch.Tensor] = ()) -> None:
+        _registrations.watch()
+        self._epoch, self._calls = (_registrations.count, RemovableHandle.next_id), 0
+        found = walk.trace(*roots)
+        self._held = True
+        self._is_empty = not (found.tensors or found.modules or found.edges)
+        self.tensors = [tensor for tensor in found.tensors if tensor.layout is torch.strided]
+        self.modules = found.modules
+        self._variables = found.variables
+        self._all = [edge for edge in found.edges if not isinstance(edge[0], CellType)]
+        cells = [edge for edge in found.edges if isinstance(edge[0], CellType)]
+        self._cells, self._contents = [cell for cell, _, _ in cells], [child for _, _, child in cells]
+        tables = [t for module in found.modules for t in (module._parameters, module._buffers, module._modules)]
+        self._hooks = [
+            hooks
+            for module in found.modules
+            for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+            if isinstance(hooks := module.__dict__.get(name), dict)
         ]
-        references += [(state, parameter, state[parameter]) for parameter in state]
-        references += [
-            (own, key, value) for own in state.values() for key, value in own.items() if isinstance(value, torch.Tensor)
-        ]
-        parameters = _parameters(optimizer)
-        tensors = [held for _, _, held in references if isinstance(held, torch.Tensor)] + parameters
-        gradients = [p.grad for p in parameters] if with_gradients else []
-        tensors += [gradient for gradient in gradients if gradient is not None]
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        return cls(references, parameters, gradients, state, tensors, addresses)
+        optimizers = walk.reachable(*roots, kind=torch.optim.Optimizer)
+        lists = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+        self._sizes = [(container, len(container)) for container in (*tables, *lists)]
+        states = [entry for optimizer in optimizers for entry in optimizer.state.values()]
+        announced = {id(module._modules) for module in found.modules}
+        announced |= set(map(id, states)) | {id(optimizer.state) for optimizer in optimizers}
+        often = [edge for edge in self._all if id(edge[0]) not in announced]
+        self._containers, self._keys = [edge[0] for edge in often], [edge[1] for edge in often]
+        self._children = [edge[2] for edge in often]
+        in_states = {id(value) for entry in states for value in entry.values()}
+        self._trainable = [tensor for tensor in self.tensors if id(tensor) not in in_states]
+        self._flags = list(map(_requires_grad, self._trainable))
+        self._parameters = list(gradients_of)
+        self._gradients = list(map(_gradient, self._parameters))
+        self._pointed = self.tensors + [g for g in self._gradients if g is not None and g.layout is torch.strided]
+        self._addresses = list(map(torch.Tensor.data_ptr, self._pointed))
+        self._indices = list(range(len(self._pointed)))
+        self._kinds = [(tensor.shape, tensor.dtype, tensor.stride()) for tensor in self.tensors]
+        self._num_hooks = self._count_hooks()
+        self._training = [module.__dict__ for module in found.modules if "training" in module.__dict__]
 
-    def holds(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether everything still is where it was."""
-        if optimizer.state is not self.state:
-            return False
-        parameters = _parameters(optimizer)
-        if len(parameters) != len(self.parameters):
-            return False
-        if any(now is not then for now, then in zip(parameters, self.parameters, strict=True)):
-            return False
-        if any(table.get(key) is not held for table, key, held in self.references):
-            return False
-        if self.gradients and any(p.grad is not held for p, held in zip(parameters, self.gradients, strict=True)):
-            return False
-        return list(map(torch.Tensor.data_ptr, self.tensors)) == self.addresses
+    def holds(self) -> bool:
+        """Whether everything still is where it was. Once it is not, never again."""
+        epoch = (_registrations.count, RemovableHandle.next_id)
+        if self._is_empty or not self._held:
+            return self._held
+        self._calls += 1
+        everything = epoch != self._epoch or self._calls % CHECK_ALL_EVERY == 0
+        try:
+            held = (
+                all(map(is_, map(getitem, self._containers, self._keys), self._children))
+                and all(map(is_, map(_content, self._cells), self._contents))
+                and private.data_pointers_equal(self._pointed, self._addresses, self._indices)
+                and list(map(_requires_grad, self._trainable)) == self._flags
+                and all(map(is_, map(_gradient, self._parameters), self._gradients))
+                and (not everything or self._holds_wholly())
+            )
+        except (KeyError, IndexError, ValueError):  # what hung there is gone
+            held = False
+        self._epoch, self._held = epoch, held
+        return held
+
+    def _holds_wholly(self) -> bool:
+        return (
+            all(container[key] is child for container, key, child in self._all)
+            and all(len(container) == size for container, size in self._sizes)
+            and [(tensor.shape, tensor.dtype, tensor.stride()) for tensor in self.tensors] == self._kinds
+            and self._count_hooks() == self._num_hooks
+        )
+
+    def _count_hooks(self) -> list[int]:
+        counts = list(map(len, self._hooks))
+        for tensor in self._trainable:
+            for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                counts.append(len(getattr(tensor, name, None) or ()))
+        return counts
+
+    def rebound(self) -> str | None:
+        """The name of a variable, an attribute or a part of a module that is another object now, if there is one."""
+        for container, key, child in self._variables:
+            if isinstance(container, CellType):
+                if container.cell_contents is not child:
+                    return "a variable of a closure"
+            elif container.get(key) is not child:
+                return repr(key)
+        return None
+
+    def changed(self) -> str:
+        """What is no longer there, in words."""
+        for container, key, child in self._all:
+            try:
+                same = container[key] is child
+            except (KeyError, IndexError):
+                same = False
+            if not same:
+                return f"{key!r} (a {type(child).__name__})"
+        return "a tensor that the code reads from a variable, or where one lies"
+
+    def training(self) -> tuple[bool, ...]:
+        """The modules' train/eval flags."""
+        return tuple(fields["training"] for fields in self._training)
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+def refuse_rebound(memory: Memory) -> None:
+    """Raise CaptureError where the captured code has bound something anew that it reads: see ``Memory.rebound``."""
+    name = memory.rebound()
+    if name is not None:
+        raise CaptureError(
+            f"The captured function binds {name} to a new object: replays would go on reading the old one.",
+            cure="Write into the tensor in place, as in buffer.copy_(value), or return the value and pass it in again.",
+        )

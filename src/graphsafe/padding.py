@@ -12,12 +12,14 @@ A mask is boolean, or of integers where nonzero means true. Masks may have batch
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 __all__ = [
+    "Buckets",
     "Packed",
     "bucket_length",
     "fixed_nonzero",
@@ -46,6 +48,62 @@ class Packed(NamedTuple):
     positions: Tensor
     lengths: Tensor
     num_valid: Tensor
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """A padding rule for ``graphsafe.graphed(fn, pad=...)``: few lengths in place of many, so few graphs.
+
+    Arguments that are tensors and have a dimension ``dim`` must agree in their length there; all are filled up to
+    the smallest bucket that holds it. ``fn`` gets a further keyword argument ``mask``, boolean [bucket], true where the
+    input is real. What it returns is as long as the bucket: ``unpad`` it.
+
+    Attributes:
+        lengths: the buckets.
+        dim: the dimension that is padded.
+        value: what fills it up.
+        names: keyword arguments to pad; None: every argument that is a tensor, those in containers excepted.
+    """
+
+    lengths: tuple[int, ...]
+    dim: int = 0
+    value: float = 0
+    names: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lengths", tuple(self.lengths))
+        bucket_length(0, self.lengths)  # raises where they make no sense
+        if self.names is not None:
+            object.__setattr__(self, "names", tuple(self.names))
+
+    def apply(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, padded, and the mask.
+
+        Raises:
+            ValueError: lengths differ, none is there, or one is longer than the largest bucket.
+        """
+        if "mask" in kwargs:
+            raise ValueError("Buckets: the padding rule hands the function its mask; do not pass one")
+        named = kwargs.keys() if self.names is None else self.names
+        places: list[int | str] = [i for i, x in enumerate(args) if self.names is None and self._has_dim(x)]
+        places += [name for name in named if self._has_dim(kwargs.get(name))]
+        given = [args[place] if isinstance(place, int) else kwargs[place] for place in places]
+        lengths = sorted({x.shape[self.dim] for x in given})
+        if len(lengths) != 1 or (self.names is not None and len(places) != len(self.names)):
+            raise ValueError(
+                f"Buckets: the tensors to pad have the lengths {lengths} in dimension {self.dim}; it must be one. Name "
+                "those that are to be padded, and pass them as keyword arguments: Buckets(..., names=('tokens',))"
+            )
+        padded = [pad_to_bucket(x, self.lengths, dim=self.dim, value=self.value) for x in given]
+        of_place = dict(zip(places, padded, strict=True))
+        mask = torch.arange(padded[0].shape[self.dim], device=padded[0].device) < lengths[0]
+        return (
+            tuple(of_place.get(i, x) for i, x in enumerate(args)),
+            {**{name: of_place.get(name, x) for name, x in kwargs.items()}, "mask": mask},
+        )
+
+    def _has_dim(self, x: Any) -> bool:
+        return isinstance(x, Tensor) and -x.dim() <= self.dim < x.dim()
 
 
 def pad_to(x: Tensor, length: int, *, dim: int = 0, value: float = 0) -> Tensor:

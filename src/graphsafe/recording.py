@@ -2,83 +2,165 @@
 
 Guarantees:
 - Host reads, shapes that depend on data, and random numbers from an unknown generator are refused with the operator
-  and the user's line, before they return a value.
-- Dispatch modes are used on the CPU alone: under one, compiled functions run eagerly.
+  and the user's line, before they return a value. Reading a CPU tensor that holds the same values in every call, such
+  as ``torch.arange(4)``, is allowed.
+- Dispatch modes are used on the CPU alone: under one, compiled functions run eagerly, and compiled again afterwards.
 """
 
 from __future__ import annotations
 
+import contextlib
+import linecache
+import sys
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .failures import DATA_SHAPE, HOST_READ, UNKNOWN_RNG, refuse
-from .repairs import private
+from . import rules
+from .failures import refuse, users_frame
+from .placement import FACTORIES, Placement, tensors_in
+from .repairs import dispatch_skip, observing
 from .repairs.private import DispatchMode, tree_flatten, tree_unflatten
 
-_READS = {getattr(torch.Tensor, name) for name in ("tolist", "numpy", "__array__", "__repr__", "__format__")}
+_PLAIN = frozenset({"__get__", "__set__", "size", "stride", "dim", "numel", "is_floating_point"})  # not worth a look
+HostReadChecks = contextlib.nullcontext  # CaptureChecks sees the functions too
 
 
-class HostReadChecks(TorchFunctionMode):
-    """Refuses the reads by the host that no operator shows on the CPU."""
+class Checks(DispatchMode):
+    """Looks at every operator and function of a block, and has ``found()`` decide about those that break a capture.
 
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in _READS:
-            refuse(f"Tensor.{func.__name__}", "The host read a tensor's value inside a capture.", HOST_READ)
-        return func(*args, **(kwargs or {}))
+    Args:
+        generators: those that a capture knows.
+        placement: which of the block's tensors are the host's.
+    """
 
+    supports_higher_order_operators = True
 
-class CaptureChecks(DispatchMode):
-    """Refuses what a GPU's capture would refuse, or would get wrong at a replay."""
-
-    def __init__(self, generator: torch.Generator) -> None:
+    def __init__(self, generators: Iterable[torch.Generator], placement: Placement) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._generator = generator
+        self.placement = placement
+        self.functions = _Functions(self)
+        self._stack = contextlib.ExitStack()  # what ends with the block
+        self._generators = tuple(generators)
+        self.num_quiet = 0  # enclosing calls whose operators are not to be looked at
+        self.looking = False  # while the checks themselves ask a tensor
+
+    def __enter__(self) -> Any:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(dispatch_skip.stays_compiled())
+            stack.enter_context(observing.compiled_runs_eagerly())
+            stack.enter_context(self.functions)
+            super().__enter__()  # type: ignore[no-untyped-call]
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        with self._stack:
+            super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self.check(func, args, kwargs)
-        return func(*args, **kwargs)
+        self.look(self.check, func, args, kwargs)
+        result = func(*args, **kwargs)
+        self.look(self.placement.computed, func, args, kwargs, result)
+        return result
+
+    def look(self, ask: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Call ``ask``, whose own calls of torch's functions are nobody's business."""
+        self.looking, before = True, self.looking
+        try:
+            ask(*args, **kwargs)
+        finally:
+            self.looking = before
 
     def check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tags = getattr(func, "tags", ())
-        generator = kwargs.get("generator")
-        if generator is not None and not private.same_generator(generator, self._generator):
-            refuse(str(func), "Random numbers from an unknown generator were asked for inside a capture.", UNKNOWN_RNG)
-        if torch.Tag.data_dependent_output in tags:
-            refuse(str(func), "The host read a tensor's value inside a capture.", HOST_READ)
-        by_tag = torch.Tag.dynamic_output_shape in tags and not _fixed_after_all(func, args, kwargs)
-        if by_tag or _scatters(func, args):
-            refuse(str(func), "An operator inside a capture has a shape that depends on data.", DATA_SHAPE)
+        """Look at an operator before it runs."""
+        why = rules.operator(func, args, kwargs, self._generators)
+        if why is not None and not self.num_quiet and not (why == rules.READ and self._same_in_every_call(args)):
+            self.found(func, why)
+
+    def check_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Look at a function before it runs. Returns whether its own operators are nobody's business."""
+        why = rules.function(func, args, kwargs)
+        if why is None:
+            return rules.only_on_cpu(func, args, kwargs)
+        if why == rules.SHAPE:  # a value for masked places: a number, and so the host's scalars, need no count
+            value = tensors_in(rules.argument(args, kwargs, 2, "values"))
+            if not any(map(self.placement.is_host, value)):
+                self.found(func, why)
+            return False
+        harmless = self.placement.is_host(args[0]) if func is torch.Tensor.cpu else self._same_in_every_call(args)
+        if not harmless and not self.num_quiet:
+            self.found(func, why)
+        return not harmless
+
+    def _same_in_every_call(self, args: tuple[Any, ...]) -> bool:
+        tensors = tensors_in(args)
+        return bool(tensors) and all(map(self.placement.is_constant, tensors))
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function."""
+        return func(*args, **kwargs)
+
+    def after_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        """Note what a function has made. Returns what the caller is to get."""
+        name = rules.name_of(func)
+        if name in FACTORIES and kwargs.get("device") is None and torch.get_default_device().type == "cpu":
+            self.look(self.placement.made, name, args, kwargs, result)
+        return result
+
+    def found(self, func: Any, why: str) -> None:
+        """Decide about an operator or function that breaks a capture."""
+        raise NotImplementedError
 
 
-def _name(func: Any) -> str:
-    return func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else str(func)
+class _Functions(TorchFunctionMode):
+    """The part of Checks that sees functions: some reads show in no operator on the CPU."""
+
+    def __init__(self, checks: Checks) -> None:
+        super().__init__()
+        self._checks = checks
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        checks, kwargs = self._checks, kwargs or {}
+        if checks.looking or hasattr(func, "overloadpacket") or getattr(func, "__name__", "") in _PLAIN:
+            return func(*args, **kwargs)  # operators come by the dispatch mode
+        checks.looking = True
+        try:
+            quiet = checks.check_function(func, args, kwargs)
+        finally:
+            checks.looking = False
+        checks.num_quiet += quiet
+        try:
+            result = checks.call(func, args, kwargs)
+        finally:
+            checks.num_quiet -= quiet
+        return checks.after_function(func, args, kwargs, result)
 
 
-def _has_mask(indices: Any) -> bool:
-    found = [index for index in tree_flatten(indices)[0] if isinstance(index, torch.Tensor)]
-    return any(index.dtype in (torch.bool, torch.uint8) for index in found)
+class CaptureChecks(Checks):
+    """Refuses what a GPU's capture would refuse, or would get wrong at a replay."""
 
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__((generator,), Placement())
 
-def _scatters(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether values are put where a mask is true, which counts the true ones; one value for all does not."""
-    return _name(func).startswith(("index_put", "_index_put")) and _has_mask(args[1]) and args[2].numel() != 1
-
-
-def _fixed_after_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    name = _name(func)
-    if name in ("index", "_unsafe_index"):
-        return not _has_mask(args[1])
-    if name == "repeat_interleave":
-        return kwargs.get("output_size") is not None
-    return False
+    def found(self, func: Any, why: str) -> None:
+        frame, sites = sys._getframe(1), []
+        outermost: FrameType | None = users_frame(frame)
+        line = None if outermost is None else linecache.getline(outermost.f_code.co_filename, outermost.f_lineno)
+        inner: FrameType | None = frame
+        while inner is not None and inner is not outermost:
+            sites.append(inner.f_code.co_filename)
+            inner = inner.f_back
+        what = f"Inside a capture {why}."
+        refuse(rules.label(func), what, rules.cure(func, why, line, sites))
 
 
 class OperatorRecorder(CaptureChecks):
@@ -87,20 +169,21 @@ class OperatorRecorder(CaptureChecks):
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__(generator)
         self.draws = True
+        self._infers = False  # whether any of it ran in inference mode, whose tensors are written there alone
         self._calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], tuple[torch.Tensor, ...]]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self.check(func, args, kwargs)
-        result = func(*args, **kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         outputs = tuple(tensor.detach() for tensor in _fresh(func, result))
+        self._infers = self._infers or torch.is_inference_mode_enabled()
         self._calls.append((func, _frozen(args), _frozen(kwargs), outputs))
         return result
 
     def replay(self) -> None:
-        with torch.no_grad():
+        with torch.inference_mode() if self._infers else torch.no_grad():
             for func, args, kwargs, outputs in self._calls:
                 if torch.Tag.inplace_view in getattr(func, "tags", ()):
                     continue  # only how a tensor is read has changed, and that for good
@@ -117,6 +200,8 @@ def _frozen(arguments: Any) -> Any:
 
 def _fresh(func: Any, result: Any) -> tuple[torch.Tensor, ...]:
     """The tensors of a result that are neither an argument nor a view of one."""
+    if not hasattr(func, "_schema"):  # an operator of higher order: it returns new tensors
+        return tuple(tensors_in(result))
     returns = func._schema.returns
     if len(returns) == 1:
         result = (result,)

@@ -15,6 +15,7 @@ import torch
 
 from .errors import GraphsafeError, ShapeMismatchError
 from .repairs import private
+from .structure import Structure
 
 
 def is_static(tensor: torch.Tensor) -> bool:
@@ -77,6 +78,13 @@ def read_call(arguments: Any, device: torch.device, modules: Sequence[torch.nn.M
         GraphsafeError: an argument that is no tensor cannot be hashed.
     """
     leaves, spec = private.tree_flatten(arguments)
+    return read_leaves(leaves, spec, device, modules)
+
+
+def read_leaves(
+    leaves: Sequence[Any], spec: private.TreeSpec, device: torch.device, modules: Sequence[torch.nn.Module]
+) -> Call:
+    """``read_call`` of arguments that are flattened already."""
     described: list[tuple[object, ...]] = []
     tensors: list[torch.Tensor] = []
     slots: list[int] = []
@@ -103,11 +111,70 @@ def read_call(arguments: Any, device: torch.device, modules: Sequence[torch.nn.M
                 f"Argument {index}, of type {type(leaf).__name__}, is no tensor and cannot be hashed. What is no "
                 "tensor is part of a graph's signature: pass numbers, strings, tuples or frozen objects."
             ) from None
-        described.append((type(leaf), leaf))
+        described.append((type(leaf), leaf.hex() if isinstance(leaf, float) else leaf))  # -0.0 == 0.0
     state = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), private.autocast_state(device.type))
     training = tuple(module.training for module in modules)
     key = (spec, tuple(described), state, training)
     return Call(key, tuple(tensors), tuple(slots), spec, tuple(leaves))
+
+
+class Likeness:
+    """Tells at little cost whether a further call is like one that is known, the modules' train/eval flags excepted.
+
+    Attributes:
+        grad_mode: whether grad mode is on in such calls.
+    """
+
+    def __init__(self, call: Call, arguments: Any, device: torch.device) -> None:
+        """``arguments`` are those of ``call``, as they will be given to ``tensors``."""
+        self._device_index = -1 if device.index is None else device.index
+        self._device_type = device.type
+        self.grad_mode, self._inference_mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self._autocast = torch.is_autocast_enabled(device.type)
+        self._autocast_state = private.autocast_state(device.type)
+        self._structure = Structure(arguments)
+        self._num = len(call.leaves)
+        self._flat = type(arguments) is tuple and list(map(id, arguments)) == list(map(id, call.leaves))
+        copied = [(i, x) for i, x in enumerate(call.leaves) if isinstance(x, torch.Tensor) and not is_static(x)]
+        self._tensors = [(i, x.shape, x.dtype, x.stride(), x.requires_grad) for i, x in copied]
+        indices = {i for i, _ in copied}
+        self._others = [(i, x) for i, x in enumerate(call.leaves) if i not in indices]
+
+    def tensors(self, arguments: Any) -> list[torch.Tensor] | None:
+        """The tensors to copy into the static inputs; None where the call is not like the known one."""
+        if self._flat and type(arguments) is tuple:
+            leaves: Any = arguments  # a container among them is no tensor, and none of the other values
+            if len(leaves) != self._num:
+                return None
+        else:
+            leaves = self._structure.leaves(arguments)
+            if leaves is None:
+                return None
+        found = []
+        for index, shape, dtype, strides, requires_grad in self._tensors:
+            leaf = leaves[index]
+            if not (
+                isinstance(leaf, torch.Tensor)
+                and leaf.shape == shape
+                and leaf.dtype is dtype
+                and leaf.layout is torch.strided
+                and leaf.stride() == strides
+                and leaf.requires_grad is requires_grad
+                and leaf.get_device() == self._device_index
+            ):
+                return None
+            found.append(leaf)
+        for index, value in self._others:
+            if leaves[index] is not value:
+                return None
+        if (
+            torch.is_grad_enabled() is not self.grad_mode
+            or torch.is_inference_mode_enabled() is not self._inference_mode
+            or torch.is_autocast_enabled(self._device_type) is not self._autocast
+            or (self._autocast and private.autocast_state(self._device_type) != self._autocast_state)
+        ):
+            return None
+        return found
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
@@ -118,15 +185,28 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class StaticInputs:
-    """A graph's own copies of the tensors of a call."""
+    """A graph's own copies of the tensors of a call.
+
+    Attributes:
+        tensors: one an input; those of StaticBuffers are the caller's.
+        indices, copied: which of them are copies, and these.
+    """
 
     def __init__(self, call: Call) -> None:
         self.tensors = tuple(tensor if is_static(tensor) else _like(tensor) for tensor in call.tensors)
-        self._copied = [index for index, tensor in enumerate(call.tensors) if not is_static(tensor)]
-        self._targets = [self.tensors[index] for index in self._copied]
+        self.indices = [index for index, tensor in enumerate(call.tensors) if not is_static(tensor)]
+        self.copied = [self.tensors[index] for index in self.indices]
 
     def load(self, call: Call) -> None:
         """Copy a call's tensors in, with one fused launch. Enqueues on the current stream."""
-        if self._targets:
+        self.load_tensors([call.tensors[index] for index in self.indices], torch.is_grad_enabled())
+
+    def load_tensors(self, tensors: list[torch.Tensor], grad_mode: bool) -> None:
+        """The same, of those that are copied."""
+        if not self.copied:
+            return
+        if grad_mode:
             with torch.no_grad():
-                torch._foreach_copy_(self._targets, [call.tensors[index] for index in self._copied])
+                torch._foreach_copy_(self.copied, tensors)
+        else:
+            torch._foreach_copy_(self.copied, tensors)

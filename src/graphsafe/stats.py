@@ -9,13 +9,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
-
-from .capture import Graph
 from .compile_gate import compiles
 from .context import all_counters
 from .gate import Counters
-from .repairs import private
+from .graph import Graph
+
+Sizes = Mapping[tuple[int, int], int]
+
+
+@dataclass(frozen=True)
+class GraphStats:
+    """One graph of a context that is alive.
+
+    Attributes:
+        name: the captured function's, or ``file:line`` of a ``capture()`` block.
+        num_bytes: that its capture added to its pool; 0 on the CPU.
+        replays: count.
+        pool_shared: whether the pool was made for other graphs too.
+    """
+
+    name: str
+    num_bytes: int
+    replays: int
+    pool_shared: bool
 
 
 @dataclass(frozen=True)
@@ -28,6 +44,7 @@ class ContextStats:
         captures, failed_captures, replays, eager_steps, mismatches: counts.
         graph_bytes: reserved by the context's CUDA graph pools.
         wait_s: seconds spent waiting at the device's gate.
+        graphs: the graphs that live in it, by name; empty for those that have ended.
     """
 
     name: str
@@ -40,6 +57,7 @@ class ContextStats:
     mismatches: int
     graph_bytes: int
     wait_s: float
+    graphs: tuple[GraphStats, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,14 +106,9 @@ class Stats:
 def stats() -> Stats:
     """What every context of this process did so far, ended ones included."""
     live, ended = all_counters()
-    pools: dict[int, set[tuple[int, int]]] = {}
-    for context, _ in live:
-        graphs = [r for r in context.resources() if isinstance(r, Graph)]
-        pools[id(context)] = {graph.pool for graph in graphs if graph.pool is not None}
-    wanted = set().union(*pools.values()) if pools else set()
-    sizes = private.pool_bytes(wanted) if wanted and torch.cuda.is_initialized() else {}
+    graphs = {id(context): [r for r in context.resources() if isinstance(r, Graph)] for context, _ in live}
 
-    def row(name: str, device: str, alive: bool, counters: Counters, graph_bytes: int) -> ContextStats:
+    def row(name: str, device: str, alive: bool, counters: Counters, own: list[Graph], sizes: Sizes) -> ContextStats:
         return ContextStats(
             name=name,
             device=device,
@@ -105,10 +118,15 @@ def stats() -> Stats:
             replays=counters.replays,
             eager_steps=counters.eager_steps,
             mismatches=counters.mismatches,
-            graph_bytes=graph_bytes,
+            graph_bytes=sum(sizes.get(pool, 0) for pool in {graph.pool for graph in own} if pool is not None),
             wait_s=counters.wait_s,
+            graphs=tuple(sorted((_graph(graph) for graph in own if not graph.closed), key=lambda one: one.name)),
         )
 
-    rows = [row(c.name, str(c.device), True, n, sum(sizes.get(pool, 0) for pool in pools[id(c)])) for c, n in live]
-    rows += [row(name, device, False, n, 0) for (name, device), n in ended.items()]
+    rows = [row(c.name, str(c.device), True, counters, graphs[id(c)], c.pool_bytes) for c, counters in live]
+    rows += [row(name, device, False, counters, [], {}) for (name, device), counters in ended.items()]
     return Stats(tuple(rows), dict(compiles))
+
+
+def _graph(graph: Graph) -> GraphStats:
+    return GraphStats(graph.name, graph.num_bytes, graph.num_replays, graph.pool_shared)

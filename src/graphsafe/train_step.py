@@ -13,47 +13,23 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
 from . import gate, walk
-from .capture import Graph, capture_with_retries, checked_on_cpu
+from .capture import capture_with_retries, checked_on_cpu
 from .compile_gate import CompileInCapture
 from .context import ThreadContext, active_contexts
 from .errors import GraphsafeError, GraphsafeWarning, NoContextError, ShapeMismatchError, require
+from .graph import Graph
 from .loop import Kind, Loop
-from .memory import Memory
+from .memory import Memory, refuse_rebound
 from .optimizers import OptimizerControl
-from .repairs import private
+from .repairs import private, rng_positions
 from .signature import Call, StaticInputs, read_call
-
-
-@dataclass
-class _Captured:
-    """One graph, or on the CPU one checked call: what a replay needs, and what it relies on."""
-
-    inputs: StaticInputs
-    graph: Graph | None
-    spec: private.TreeSpec
-    leaves: list[Any]
-    settings: list[dict[str, Any]]
-    memory: Memory
-    present: tuple[torch.Tensor, ...]  # parameters that had a gradient before the call
-
-
-@dataclass
-class _Plan:
-    """What is known of one signature."""
-
-    summary: str
-    admitted: bool
-    calls: int = 0
-    kinds: set[Kind] = field(default_factory=set)  # that ran eagerly
-    compiles: int = 0  # captures given up because a compile started
-    first: tuple[torch.Tensor, ...] = ()  # parameters that the first micro-batch gives a gradient
-    captured: dict[tuple[Kind, tuple[int, ...]], _Captured] = field(default_factory=dict)
+from .step_plans import Captured, FastStep, StepPlan, Tensors, check_arguments, check_warmup, note_stale
+from .streams import on_own_stream
 
 
 class TrainStep:
@@ -101,19 +77,17 @@ class TrainStep:
         outputs: Literal["copy", "alias"] = "copy",
         set_to_none: bool = True,
     ) -> None:
-        is_optimizer = isinstance(optimizer, torch.optim.Optimizer)
-        for name, value, right, rule in (
-            ("loss_fn", loss_fn, callable(loss_fn), "a function that returns the loss"),
-            ("optimizer", type(optimizer).__name__, is_optimizer, "a torch.optim.Optimizer"),
-            ("mode", mode, mode in ("graph", "eager"), "'graph' or 'eager'"),
-            ("accumulate", accumulate, isinstance(accumulate, int) and accumulate >= 1, "an int of at least 1"),
-            ("num_warmup_iters", num_warmup_iters, num_warmup_iters >= 0, "at least 0"),
-            ("max_graphs", max_graphs, max_graphs >= 1, "at least 1"),
-            ("max_grad_norm", max_grad_norm, max_grad_norm is None or max_grad_norm > 0, "positive, or None"),
-            ("on_mismatch", on_mismatch, on_mismatch in ("capture", "eager", "error"), "'capture', 'eager' or 'error'"),
-            ("outputs", outputs, outputs in ("copy", "alias"), "'copy' or 'alias'"),
-        ):
-            require(right, f"{name} is {value!r}; it is {rule}.")
+        check_arguments(
+            loss_fn,
+            optimizer,
+            mode=mode,
+            max_grad_norm=max_grad_norm,
+            accumulate=accumulate,
+            num_warmup_iters=num_warmup_iters,
+            max_graphs=max_graphs,
+            on_mismatch=on_mismatch,
+            outputs=outputs,
+        )
         self._optimizer, self._mode = optimizer, mode
         self._num_warmup_iters, self._max_graphs = num_warmup_iters, max_graphs
         self._on_mismatch, self._outputs, self._set_to_none = on_mismatch, outputs, set_to_none
@@ -121,14 +95,17 @@ class TrainStep:
         self._device = self._control.device
         self._loop = Loop(loss_fn, self._control, max_grad_norm, accumulate, scaler, set_to_none)
         self._roots = (loss_fn, model, optimizer, scaler)  # what a graph keeps alive
+        self._reach = (loss_fn, model, optimizer)
         self._modules = walk.modules(loss_fn, model)
+        check_warmup(self._modules, mode, num_warmup_iters)
         self._context: ThreadContext | None = None
-        self._plans: dict[object, _Plan] = {}
+        self._plans: dict[object, StepPlan] = {}
         self._position = 0  # micro-batches of the unfinished accumulation
         self._num_steps = 0
         self._draws: dict[object, bool] = {}  # whether a call drew random numbers, by all but its tensors
         self._trained = [p.requires_grad for p in self._control.parameters]
-        self._warned = False
+        self._warned, self._stale = False, 0
+        self._fast: FastStep | None = None
         self._pending_rng: torch.Tensor | None = None
 
     # the call
@@ -143,7 +120,16 @@ class TrainStep:
             CaptureError: the step cannot be captured; nothing was trained by this call.
             GraphsafeError: a hyper-parameter other than the learning rate has changed since the capture.
         """
+        fast = self._fast
+        if fast is not None and self._pending_rng is None:
+            tensors = fast.tensors(batch)
+            if tensors is not None:
+                fast.captured.inputs.load_tensors(tensors, fast.grad_mode)
+                return self._replay_graph(fast.captured, "whole", ())
         context = self._bind()
+        return on_own_stream(context, lambda: self._call(context, batch))
+
+    def _call(self, context: ThreadContext, batch: tuple[Any, ...]) -> Any:
         kind = self._loop.kind(self._position)
         if gate.capturing() is not None:  # nested in an outer capture: part of its graph
             return self._advance(kind, self._loop.run(batch, kind))
@@ -162,11 +148,14 @@ class TrainStep:
             return self._eager(context, plan, call, batch, kind)
         known = plan.captured.get((kind, call.slots))
         if known is not None:
-            if not known.memory.holds(self._optimizer):
+            if not known.memory.holds():
+                self._stale = note_stale(plan, known, self._stale)
                 self._forget()
                 return self._eager(context, plan, call, batch, kind)
             self._control.check_settings(known.settings)
             if self._loop.gradients_ready(kind) and self._loop.only(known.present):
+                if kind == "whole" and self._set_to_none and known.graph is not None:
+                    self._fast = FastStep(context, self._control, known, call, batch)
                 return self._replay(context, plan, known, call, kind)
         warm = plan.calls >= self._num_warmup_iters and kind in plan.kinds and self._num_steps > 0
         if known is not None or not warm or not self._loop.gradients_ready(kind):
@@ -235,7 +224,7 @@ class TrainStep:
             self._pending_rng = None
         return context
 
-    def _plan(self, call: Call, context: ThreadContext) -> _Plan:
+    def _plan(self, call: Call, context: ThreadContext) -> StepPlan:
         plan = self._plans.get(call.key)
         if plan is not None:
             return plan
@@ -246,7 +235,7 @@ class TrainStep:
                 first = next(iter(self._plans.values()))
                 raise ShapeMismatchError("TrainStep's batch", first.summary, call.summary())
             admitted = admitted and self._on_mismatch == "capture"
-        plan = _Plan(call.summary(), admitted)
+        plan = StepPlan(call.summary(), admitted)
         if admitted:
             self._plans[call.key] = plan
         elif self._on_mismatch == "capture" and not self._warned and self._mode == "graph":
@@ -259,11 +248,13 @@ class TrainStep:
             )
         return plan
 
-    def _eager(self, context: ThreadContext, plan: _Plan, call: Call, batch: tuple[Any, ...], kind: Kind) -> Any:
+    def _eager(self, context: ThreadContext, plan: StepPlan, call: Call, batch: tuple[Any, ...], kind: Kind) -> Any:
         draws = self._draws.get(call.mode)
         with context.seat(exclusive=draws is not False):
             before = context.drawn() if draws is None else None
-            result = self._loop.run(batch, kind)
+            with rng_positions.tracing_on(context.device) as trace:
+                result = self._loop.run(batch, kind)
+            plan.traces[kind] = trace
             if draws is None:
                 self._draws[call.mode] = context.drawn() != before
         if kind == "first" and kind not in plan.kinds:
@@ -281,7 +272,7 @@ class TrainStep:
         self._num_steps += steps
         return result
 
-    def _capture(self, context: ThreadContext, plan: _Plan, call: Call, batch: tuple[Any, ...], kind: Kind) -> Any:
+    def _capture(self, context: ThreadContext, plan: StepPlan, call: Call, batch: tuple[Any, ...], kind: Kind) -> Any:
         self._loop.make_buffers(plan.first)
         inputs = StaticInputs(call)
         inputs.load(call)
@@ -292,20 +283,27 @@ class TrainStep:
         gradients = self._loop.gradients(self._modules)
         known_state, undo = set(self._optimizer.state), self._loop.undo(self._modules)
         present = self._loop.with_gradient()
-        before = walk.tensors(self._roots)  # what the step rebinds, its kernels read all the same
+        before, memory = walk.tensors(self._roots), Memory(*self._reach)
 
         def body() -> Any:
             self._loop.begin(kind, plan.first)
             return self._loop.run(arguments, kind)
 
         try:
-            graph, result = capture_with_retries(context, body, undo, shared_pool=self._outputs == "copy")
+            shared, name, trace = self._outputs == "copy", self._loop.name, plan.traces.get(kind)
+            graph, result = capture_with_retries(context, body, undo, shared_pool=shared, name=name, trace=trace)
         except CompileInCapture:
             plan.compiles += 1
             if plan.compiles > 1:
                 raise
             return self._eager(context, plan, call, arguments, kind)  # compiles outside the capture, for these inputs
         plan.compiles = 0
+        try:
+            refuse_rebound(memory)
+        except BaseException:
+            graph.close()
+            undo()
+            raise
         stray = self._loop.stray_gradients(gradients, kind)
         if stray or set(self._optimizer.state) != known_state:
             # State or a gradient made inside the capture would be made anew by every replay.
@@ -313,63 +311,64 @@ class TrainStep:
             undo()
             plan.admitted = not stray  # it would be so again
             return self._eager(context, plan, call, batch, kind)
-        captured = self._remember(plan, call, inputs, graph, result, kind, present)
+        captured = plan.captured[kind, call.slots] = self._captured(inputs, graph, result, present)
         graph.keep(before, self._roots, inputs.tensors, gradients, self._control.lr_tensors)
         graph.keep(self._loop.static_gradients, self._loop.norm_buffer)
         return self._replay(context, plan, captured, call, kind, loaded=True)
 
-    def _remember(
-        self,
-        plan: _Plan,
-        call: Call,
-        inputs: StaticInputs,
-        graph: Graph | None,
-        result: Any,
-        kind: Kind,
-        present: tuple[torch.Tensor, ...],
-    ) -> _Captured:
+    def _captured(self, inputs: StaticInputs, graph: Graph | None, result: Any, present: Tensors) -> Captured:
         leaves, spec = private.tree_flatten(result)
-        memory = Memory.of(self._modules, self._optimizer, with_gradients=not self._set_to_none)
-        captured = _Captured(inputs, graph, spec, leaves, self._control.settings(), memory, present)
-        plan.captured[(kind, call.slots)] = captured
-        return captured
+        return Captured(inputs, graph, spec, leaves, self._control.settings(), self._memory(), present)
+
+    def _memory(self) -> Memory:
+        return Memory(*self._reach, gradients_of=() if self._set_to_none else self._control.parameters)
 
     def _check_on_cpu(
-        self, context: ThreadContext, plan: _Plan, call: Call, inputs: StaticInputs, arguments: Any, kind: Kind
+        self, context: ThreadContext, plan: StepPlan, call: Call, inputs: StaticInputs, arguments: Any, kind: Kind
     ) -> Any:
         undo, present = self._loop.undo(self._modules), self._loop.with_gradient()
+        memory = Memory(*self._reach)
         try:
             with checked_on_cpu(context):
                 self._loop.begin(kind, plan.first)
                 result = self._loop.forward_backward(arguments)
+            refuse_rebound(memory)
         except BaseException:
             undo()
             raise
         if kind in ("whole", "last"):
             with context.seat(exclusive=self._draws.get(call.mode) is not False):
                 self._loop.finish()
-        captured = self._remember(plan, call, inputs, None, result, kind, present)
+        captured = plan.captured[kind, call.slots] = self._captured(inputs, None, result, present)
         captured.leaves = [x.clone() if isinstance(x, torch.Tensor) else x for x in captured.leaves]
         return self._advance(kind, self._give_out(captured))
 
     def _replay(
-        self, context: ThreadContext, plan: _Plan, captured: _Captured, call: Call, kind: Kind, loaded: bool = False
+        self, context: ThreadContext, plan: StepPlan, captured: Captured, call: Call, kind: Kind, loaded: bool = False
     ) -> Any:
         if not loaded:
             captured.inputs.load(call)
         if captured.graph is None:
             return self._replay_on_cpu(context, plan, captured, call, kind)
+        return self._replay_graph(captured, kind, plan.first)
+
+    def _replay_graph(self, captured: Captured, kind: Kind, first: tuple[torch.Tensor, ...]) -> Any:
+        assert captured.graph is not None
+        captured.uses += 1
         self._control.refresh_lr()
         captured.graph.replay()
-        self._loop.show_gradients(kind, plan.first)
+        self._loop.show_gradients(kind, first)
         if kind in ("whole", "last") and self._loop.norm is not None:
             self._loop.norm = self._loop.norm_buffer
         return self._advance(kind, self._give_out(captured))
 
-    def _replay_on_cpu(self, context: ThreadContext, plan: _Plan, captured: _Captured, call: Call, kind: Kind) -> Any:
+    def _replay_on_cpu(self, context: ThreadContext, plan: StepPlan, captured: Captured, call: Call, kind: Kind) -> Any:
         with context.seat(exclusive=self._draws.get(call.mode) is not False):
             self._loop.begin(kind, plan.first)
             result = self._loop.run(call.with_tensors(captured.inputs.tensors), kind)
+        captured.uses += 1
+        if not captured.memory.holds():  # what the run itself has put into a container
+            captured.memory = self._memory()
         leaves, captured.spec = private.tree_flatten(result)
         alias = self._outputs == "alias" and len(leaves) == len(captured.leaves)
         with torch.no_grad():
@@ -380,7 +379,7 @@ class TrainStep:
         context.counters.replays += 1
         return self._advance(kind, self._give_out(captured))
 
-    def _give_out(self, captured: _Captured) -> Any:
+    def _give_out(self, captured: Captured) -> Any:
         leaves = captured.leaves
         if self._outputs == "copy":
             leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -388,6 +387,7 @@ class TrainStep:
 
     def _forget(self) -> None:
         """Let all graphs go: a parameter or the optimizer's state is no longer the captured one."""
+        self._fast = None
         for plan in self._plans.values():
             for captured in plan.captured.values():
                 if captured.graph is not None:

@@ -46,8 +46,8 @@ class _Swap:
         self._default.graphsafe_set_state(self._generator)
 
     def swap_out(self) -> None:
-        assert self._saved is not None
-        self._default.graphsafe_set_state(self._saved)
+        if self._saved is not None:
+            self._default.graphsafe_set_state(self._saved)
 
 
 def _own_generator(device: torch.device) -> torch.Generator:

@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from . import gate, walk
+from . import cuda_errors, gate, walk
 from .context import ThreadContext, active_contexts, draw_seed, resolve_device
 from .deadlines import timeout_s
 from .errors import GraphsafeError
@@ -115,6 +115,7 @@ class Worker(Generic[T]):
                 value = fn(*args, **kwargs)
                 back = Handover((value,), (self.device,))
         except BaseException as exc:
+            cuda_errors.note(exc)
             exc.add_note(f"In worker {self.name!r}.")
             error, value, back = exc, None, None
             self._traceback = exc.__traceback__

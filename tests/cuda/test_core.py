@@ -329,6 +329,29 @@ def test_context_leaves_device_and_stream_as_found() -> None:
     assert torch.cuda.current_stream() == stream and torch.cuda.current_device() == device
 
 
+def test_context_has_a_stream_that_torch_hands_to_nobody() -> None:
+    with gs.thread_context(DEVICE) as context:
+        assert context.stream is not None
+        mine = context.stream.cuda_stream
+        assert mine not in {torch.cuda.Stream(DEVICE).cuda_stream for _ in range(80)}
+        others = run_threads(8, lambda i: hold_a_context(), 60)
+        assert len({mine, *others}) == 9
+    with gs.thread_context(DEVICE) as context:  # given back, and taken again
+        assert context.stream is not None and context.stream.cuda_stream in {mine, *others}
+
+
+_eight = threading.Barrier(8)
+
+
+def hold_a_context() -> int:
+    with gs.thread_context(DEVICE) as context:
+        _eight.wait(60)
+        assert context.stream is not None
+        handle = context.stream.cuda_stream
+        _eight.wait(60)
+        return handle
+
+
 def masks(graph: gs.Graph, mask: torch.Tensor, n: int) -> list[torch.Tensor]:
     found = []
     for _ in range(n):

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -34,15 +33,24 @@ _patches = Patches()
 undo = _patches.undo
 
 
-@contextmanager
-def _confined(_: str) -> Iterator[None]:
-    """Autograd runs in this thread alone; the former setting comes back even after an exception."""
-    before = torch._C._is_multithreading_enabled()
-    torch._C._set_multithreading_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_multithreading_enabled(before)
+class _Confined:
+    """Autograd runs in this thread alone; the former setting comes back even after an exception.
+
+    No generator: a forked child would run its end for threads that it has not.
+    """
+
+    def __init__(self, _: str) -> None:
+        self._before = torch._C._is_multithreading_enabled()
+
+    def __enter__(self) -> None:
+        try:
+            torch._C._set_multithreading_enabled(False)
+        except BaseException:  # an interrupt
+            self.__exit__()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        torch._C._set_multithreading_enabled(self._before)
 
 
 def probe(module: types.ModuleType) -> bool:
@@ -57,7 +65,7 @@ def probe(module: types.ModuleType) -> bool:
 def repair(module: types.ModuleType) -> None:
     """Confine Dynamo's entry to a compile, or the lazy backward's, whichever ``module`` holds."""
     if module.__name__ != MODULES[0]:
-        wrap_lazy_backward(_patches, module, _confined)
+        wrap_lazy_backward(_patches, module, _Confined)
         return
     entry = getattr(module, "CatchErrorsWrapper", None)
     if entry is None:
@@ -66,7 +74,7 @@ def repair(module: types.ModuleType) -> None:
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _confined("a frame"):
+        with _Confined("a frame"):
             return original(*args, **kwargs)
 
     _patches.attribute(entry, "__call__", call)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -59,6 +61,12 @@ def clear_cublas_workspaces() -> None:
 
 
 _abandoned: list[torch.cuda.CUDAGraph] = []  # kept for good: torch may still hold a pointer to each
+_spoiled: set[tuple[int, ...]] = set()  # ids of pools that must not be captured into again
+
+
+def pool_is_spoiled(pool: tuple[int, int]) -> bool:
+    """Whether a capture into this pool failed in a way that torch cannot forget (torch <= 2.13)."""
+    return tuple(pool) in _spoiled
 
 
 def close_failed_capture(graph: torch.cuda.CUDAGraph, device_index: int, pool: tuple[int, int]) -> None:
@@ -72,18 +80,17 @@ def close_failed_capture(graph: torch.cuda.CUDAGraph, device_index: int, pool: t
         torch._C._cuda_endAllocateToPool(device_index, pool)
     except RuntimeError:  # this torch has cleaned up itself
         return
+    _spoiled.add(tuple(pool))
     torch._C._cuda_releasePool(device_index, pool)
 
 
-def pool_bytes(pools: set[tuple[int, int]]) -> dict[tuple[int, int], int]:
-    """Bytes that the allocator reserves for each of these graph pools."""
-    sizes = dict.fromkeys(pools, 0)
-    segments: list[dict[str, Any]] = torch.cuda.memory_snapshot()
-    for segment in segments:
-        pool = tuple(segment.get("segment_pool_id", ()))
-        if pool in sizes:
-            sizes[pool] += int(segment["total_size"])
-    return sizes
+def reserved_bytes(device_index: int) -> int:
+    """Bytes that the allocator has reserved on a CUDA device.
+
+    Not ``memory_snapshot()``, which tells pools apart: called beside threads that allocate it corrupts the process's
+    memory (seen on torch 2.11).
+    """
+    return int(torch.cuda.memory_reserved(device_index))
 
 
 def scaler_stages(scaler: torch.amp.GradScaler) -> dict[Any, Any]:
@@ -96,3 +103,54 @@ def restore_stages(scaler: torch.amp.GradScaler, saved: dict[Any, Any]) -> None:
     """Undo what a step that was only captured, and failed, noted in the scaler."""
     scaler._per_optimizer_states.clear()
     scaler._per_optimizer_states.update(saved)
+
+
+def data_pointers_equal(tensors: list[torch.Tensor], addresses: list[int], indices: list[int]) -> bool:
+    """Whether each tensor's memory begins at its address. ``indices`` counts them from 0."""
+    if _pointers_equal is not None:
+        return bool(_pointers_equal(tensors, addresses, indices))
+    return list(map(torch.Tensor.data_ptr, tensors)) == addresses
+
+
+_pointers_equal: Callable[..., bool] | None = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+
+
+def current_raw_stream(device_index: int) -> int:
+    """The current CUDA stream of this thread, as the number that ``Stream.cuda_stream`` has."""
+    return int(torch._C._cuda_getCurrentRawStream(device_index))
+
+
+@dataclass(frozen=True)
+class Modes:
+    """How many function modes and dispatch modes a thread is in, and torch's flags that it is in any."""
+
+    num_function: int
+    num_dispatch: int
+    flags: dict[str, bool]
+
+
+def open_modes() -> Modes:
+    """The modes that this thread is in."""
+    names = [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]
+    flags = {name: value for name in names if isinstance(value := getattr(_python_dispatch, name), bool)}
+    return Modes(torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack(), flags)
+
+
+def leave_modes(down_to: Modes, *, with_flags: bool) -> None:
+    """Leave this thread's modes, innermost first, until only as many are open.
+
+    Args:
+        with_flags: put the flags back as well, after an interrupt as a mode was entered.
+    """
+    while (depth := torch._C._len_torch_dispatch_stack()) > down_to.num_dispatch:
+        mode = torch._C._get_dispatch_stack_at(depth - 1)
+        try:
+            mode.__exit__(None, None, None)
+        except IndexError:  # an interrupt came as it was entered or left: it is still there, and its flags are lost
+            if torch._C._len_torch_dispatch_stack() == depth:
+                torch._C._pop_torch_dispatch_stack(None)
+            with_flags = True
+    if with_flags:
+        vars(_python_dispatch).update(down_to.flags)
+    while torch._C._len_torch_function_stack() > down_to.num_function:
+        torch._C._pop_torch_function_stack()

@@ -2,14 +2,15 @@
 
 The repair has ``torch.cuda.synchronize`` and ``torch.accelerator.synchronize`` hold a shared seat on the device: they
 wait for a running capture, and a capture waits for them. A thread that holds a seat, or captures itself, does not wait.
+An error that comes out of them is told to the capture that it may have broken all the same.
 """
 
 from __future__ import annotations
 
 import os
 import types
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -39,10 +40,15 @@ def repair(module: types.ModuleType) -> None:
     process = os.getpid()
     is_initialized: Callable[[], bool] = torch.cuda.is_initialized
 
-    def scope(device: Any = None) -> AbstractContextManager[None]:
-        if os.getpid() == process and is_initialized():  # a forked child has none of our threads
-            return hooks.seat_scope(_device_index(device))
-        return nullcontext()
+    @contextmanager
+    def scope(device: Any = None) -> Iterator[None]:
+        ours = os.getpid() == process and is_initialized()  # a forked child has none of our threads
+        with hooks.seat_scope(_device_index(device)) if ours else nullcontext():
+            try:
+                yield
+            except RuntimeError as error:
+                hooks.saw_error(error)
+                raise
 
     _patches.during_call(module.synchronize, scope)
 

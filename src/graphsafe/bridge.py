@@ -1,0 +1,304 @@
+"""Joins the caller's autograd graph with work that has one of its own: a replayed forward, then a replayed backward.
+
+Guarantees:
+- Gradients reach the inputs and every leaf that the function reads. They are the caller's own: memory of a graph never
+  becomes a ``.grad``.
+- An output that no loss uses passes no gradient on, so a leaf that it alone reaches stays without one.
+- What a forward saved is read by its own backward alone: its buffers are taken until then (``Passage.in_flight``).
+- What a backward needs and was changed in place since its forward raises, as in eager torch.
+
+It rests on two facts of torch: a node's saved tensors are freed by the backward that may not be repeated, and
+``sequence_nr`` of nodes grows in each thread.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+
+from .context import ThreadContext
+from .errors import GraphsafeError
+from .repairs import private
+from .signature import Call
+
+Gradients = tuple[torch.Tensor | None, ...]
+_FREED = torch.empty(0)  # stands for all that a backward frees
+
+
+class Passage:
+    """One call's way from forward to backward.
+
+    Args:
+        outputs: that require grad; the caller gets them through ``cross``.
+        leaves: that the function read and that require grad.
+        saved: tensors from outside that the backward reads, as far as known.
+        run: computes the gradients of inputs and leaves from those of the outputs; None where there is none.
+    """
+
+    def __init__(
+        self,
+        outputs: Sequence[torch.Tensor],
+        leaves: Sequence[torch.Tensor],
+        saved: Sequence[torch.Tensor],
+        run: Callable[[Gradients, tuple[bool, ...]], Gradients],
+    ) -> None:
+        self.outputs, self.leaves, self._saved, self._run = outputs, leaves, saved, run
+        self._versions = [tensor._version for tensor in saved]
+        self._node: weakref.ref[Any] | None = None
+
+    def cross(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The outputs, as functions of the caller's inputs and the leaves."""
+        crossed: tuple[torch.Tensor, ...] = _Bridge.apply(self, *inputs, *self.leaves)  # type: ignore[no-untyped-call]
+        self.outputs = ()
+        return crossed
+
+    def note(self, node: Any) -> None:
+        self._node = weakref.ref(node)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a backward may still come."""
+        node = None if self._node is None else self._node()
+        if node is None:
+            return False
+        try:
+            node.saved_tensors  # noqa: B018
+        except RuntimeError:  # freed by its backward
+            return False
+        return True
+
+    def backward(self, gradients: Gradients, needed: tuple[bool, ...]) -> Gradients:
+        for tensor, version in zip(self._saved, self._versions, strict=True):
+            if tensor._version != version:
+                raise GraphsafeError(
+                    f"A tensor of shape {tuple(tensor.shape)} that this backward needs was changed in place since its "
+                    f"forward (version {tensor._version}, then {version}). Run the backward before the optimizer's "
+                    "step, or before whatever else changes it."
+                )
+        return self._run(gradients, needed)
+
+
+class _Bridge(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, passage: Passage, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(_FREED)
+        ctx.set_materialize_grads(False)
+        ctx.passage = passage
+        passage.note(ctx)
+        return tuple(passage.outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.saved_tensors  # noqa: B018  torch's own error for a second backward
+        if torch.is_grad_enabled():  # which create_graph asks for
+            raise GraphsafeError(
+                "A gradient of a graphed function was asked for with create_graph=True; a captured backward has no "
+                "backward of its own. Call the function itself where you need second derivatives."
+            )
+        passage: Passage = ctx.passage
+        if all(gradient is None for gradient in gradients):
+            return (None,) * len(ctx.needs_input_grad)
+        return (None, *passage.backward(gradients, ctx.needs_input_grad[1:]))
+
+
+def sequence_number() -> int:
+    """The number of the next node of this thread."""
+    probe = torch.empty((), requires_grad=True).view(())
+    assert probe.grad_fn is not None
+    return int(probe.grad_fn._sequence_nr())
+
+
+def leaves_of(
+    outputs: Iterable[torch.Tensor], inputs: Sequence[torch.Tensor], since: int, outside: Iterable[torch.Tensor] = ()
+) -> list[torch.Tensor]:
+    """The leaves that require grad and that ``outputs`` depend on, ``inputs`` excepted.
+
+    Args:
+        since: ``sequence_number()`` before the outputs were computed.
+        outside: tensors that were there before, of other threads too, whose numbers say nothing here.
+    Raises:
+        GraphsafeError: they depend on a tensor from outside that is no leaf.
+    """
+    skip = {id(tensor) for tensor in inputs}
+    found: dict[int, torch.Tensor] = {}
+    seen: set[Node] = set()
+    before = {tensor.grad_fn for tensor in outside if tensor.grad_fn is not None}
+    pending: list[Node | None] = []
+    for output in outputs:
+        if output.grad_fn is not None:
+            pending.append(output.grad_fn)
+        elif output.requires_grad and id(output) not in skip:
+            found[id(output)] = output
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            if id(variable) not in skip:
+                found[id(variable)] = variable
+            continue
+        if node in before or node._sequence_nr() < since:
+            raise GraphsafeError(
+                f"The function reads a tensor that is neither an argument nor a leaf (it comes from {node.name()}). A "
+                "graph cannot pass its gradient on: pass that tensor as an argument, or detach() it."
+            )
+        pending.extend(edge for edge, _ in node.next_functions)
+    return list(found.values())
+
+
+def check_used(
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    parameters: Sequence[torch.Tensor] | None,
+    since: int,
+) -> None:
+    """Raise GraphsafeError unless ``outputs`` depend on all these; ``parameters=None`` allows whatever is not used."""
+    if parameters is None or not outputs:
+        return
+    used = {id(leaf) for leaf in leaves_of(outputs, (), since)}
+    unused = [f"input {i} of those that require grad" for i, x in enumerate(inputs) if id(x) not in used]
+    unused += [f"a parameter of shape {tuple(x.shape)}" for x in parameters if id(x) not in used]
+    if unused:
+        raise GraphsafeError(
+            f"No output depends on {', '.join(unused)}. Pass allow_unused_input=True if that is right: "
+            "they then get no gradient."
+        )
+
+
+class SavedTensors:
+    """Notes what autograd saves in a block that is captured, and lets it be read whatever its version is by then.
+
+    Every replay writes to static inputs and every optimizer's step to parameters, which torch would take for a mistake;
+    ``Passage`` compares versions call by call instead. What the block itself made must have the version that was saved.
+
+    Attributes:
+        found: what was saved of ``outside``.
+    """
+
+    def __init__(self, outside: Iterable[torch.Tensor]) -> None:
+        dense = [tensor for tensor in outside if tensor.layout is torch.strided]
+        self._outside = {tensor.untyped_storage().data_ptr() for tensor in dense}  # views share their base's version
+        self.found: list[torch.Tensor] = []
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
+        if tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in self._outside:
+            self.found.append(tensor)
+            return tensor.detach(), None
+        alias = tensor.detach()
+        return alias, alias._version
+
+
+def _unpack(packed: tuple[torch.Tensor, int | None]) -> torch.Tensor:
+    tensor, version = packed
+    if version is not None and tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {tuple(tensor.shape)} is at version {tensor._version}; expected version {version}"
+        )
+    return tensor
+
+
+@contextmanager
+def without_hooks(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Set the leaves' own gradient hooks aside: they are for the caller's backward, which calls them itself."""
+    hooked = [(leaf, leaf._backward_hooks) for leaf in leaves if leaf._backward_hooks]
+    for leaf, _ in hooked:
+        leaf._backward_hooks = None
+    try:
+        yield
+    finally:
+        for leaf, hooks in hooked:
+            leaf._backward_hooks = hooks
+
+
+def differentiate(
+    outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], gradients: Gradients, needed: tuple[bool, ...]
+) -> Gradients:
+    """The gradients of those of ``sources`` that are needed; None for the rest, and where there is none."""
+    pairs = [(output, gradient) for output, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
+    wanted = [source for source, need in zip(sources, needed, strict=True) if need]
+    with without_hooks(wanted):
+        found = iter(
+            torch.autograd.grad(
+                [output for output, _ in pairs],
+                wanted,
+                [gradient for _, gradient in pairs],
+                retain_graph=True,
+                allow_unused=True,
+            )
+        )
+    return tuple(next(found) if need else None for need in needed)
+
+
+def check_changed_input(index: int, differentiable: bool) -> None:
+    """Raise where an input that was changed in place takes part in differentiation."""
+    if differentiable:
+        raise GraphsafeError(
+            f"The function changes its input {index} in place, and gradients flow through it. A graph's inputs are "
+            "copies, so the change would not reach autograd: return the new value instead."
+        )
+
+
+def call_eagerly(
+    context: ThreadContext,
+    fn: Callable[..., Any],
+    call: Call,
+    exclusive: Callable[[], bool],
+    must_be_used: Sequence[torch.Tensor] | None = None,
+) -> Any:
+    """A real call of ``fn`` on a seat, whose backward takes a seat too. Returns its result.
+
+    Args:
+        exclusive: whether the seat must be: whether it draws random numbers, as far as known.
+        must_be_used: see ``check_used``.
+    """
+    if not torch.is_grad_enabled():
+        args, kwargs = call.with_tensors(call.tensors)
+        with context.seat(exclusive=exclusive()):
+            return fn(*args, **kwargs)
+    inputs = [tensor for tensor in call.tensors if tensor.requires_grad]
+    given = [tensor.detach().requires_grad_() if tensor.requires_grad else tensor for tensor in call.tensors]
+    args, kwargs = call.with_tensors(given)
+    since = sequence_number()
+    versions = [-1 if tensor.is_inference() else tensor._version for tensor in given]
+    with context.seat(exclusive=exclusive()):
+        try:
+            result = fn(*args, **kwargs)
+        except RuntimeError as exc:
+            if "a leaf Variable that requires grad" not in str(exc):
+                raise
+            raise GraphsafeError(
+                "The function changes an input that requires grad in place. A graph's inputs are copies, so the change "
+                "would not reach autograd: return the new value instead."
+            ) from exc
+    for index, (tensor, version) in enumerate(zip(given, versions, strict=True)):
+        if version >= 0 and tensor._version != version:
+            check_changed_input(index, tensor.requires_grad)
+    leaves, spec = private.tree_flatten(result)
+    crossing = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if not crossing:
+        return result
+    outputs = [leaves[i] for i in crossing]
+    own = [tensor for tensor in given if tensor.requires_grad]
+    sources = leaves_of(outputs, own, since)
+    check_used(outputs, own, must_be_used, since)
+
+    def run(gradients: Gradients, needed: tuple[bool, ...]) -> Gradients:
+        context.check_thread("A backward of the context")
+        with context.seat(exclusive=exclusive()):
+            return differentiate(outputs, [*own, *sources], gradients, needed)
+
+    passage = Passage([output.detach() for output in outputs], sources, (), run)
+    for index, tensor in zip(crossing, passage.cross(inputs), strict=True):
+        leaves[index] = tensor
+    return private.tree_unflatten(leaves, spec)

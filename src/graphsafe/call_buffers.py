@@ -1,0 +1,397 @@
+"""What one call in flight of a graphed function needs: static inputs, a forward graph and its backward graphs.
+
+Guarantees:
+- A forward is captured once, a backward once for each set of outputs that gradients reach, each after a real one of its
+  kind. The backward graphs run on what the last forward saved, in a pool that these graphs alone use.
+- Whoever holds outputs that may still be differentiated holds these buffers: ``in_flight``.
+- On CUDA a replay runs no Python of the user's. On the CPU it runs the function again, on the static inputs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import gate, walk
+from .bridge import (
+    Gradients,
+    Passage,
+    SavedTensors,
+    check_changed_input,
+    check_used,
+    differentiate,
+    leaves_of,
+    sequence_number,
+)
+from .capture import Graph, capture_with_retries, checked_on_cpu
+from .compile_gate import CompileInCapture
+from .context import ThreadContext
+from .errors import CaptureError
+from .memory import Memory, refuse_rebound
+from .repairs import private, rng_positions
+from .repairs.rng_positions import Trace
+from .signature import Call, StaticInputs
+
+Pattern = tuple[tuple[bool, ...], tuple[bool, ...]]  # outputs with a gradient; inputs and leaves that need one
+
+
+@dataclass
+class _Backward:
+    """One backward graph, or None before its second call: the gradients it reads, and those it leaves."""
+
+    graph: Graph | None = None
+    trace: Trace | None = None  # what the first call did with the random state
+    given: tuple[torch.Tensor, ...] = ()
+    left: Gradients = ()
+    compiles: int = 0
+
+
+class CallBuffers:
+    """Captured once with ``capture``, then run for each call.
+
+    Args:
+        context: of the calling thread.
+        fn: the user's function.
+        roots: what ``fn`` reaches, and the arguments that are no tensors.
+        alias: whether outputs are given out as they are.
+        draws: whether a call of this signature draws random numbers.
+        pool: whose memory to use; None: the context's, or one of its own where something must outlive other replays.
+        must_be_used: see ``bridge.check_used``.
+    """
+
+    def __init__(
+        self,
+        context: ThreadContext,
+        fn: Callable[..., Any],
+        roots: tuple[Any, ...],
+        *,
+        alias: bool,
+        draws: bool,
+        pool: tuple[int, int] | None = None,
+        must_be_used: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        self.context, self._fn, self._roots, self.alias, self._draws = context, fn, roots, alias, draws
+        self._pool, self._must_be_used = pool, must_be_used
+        self.graph: Graph | None = None
+        self.has_short_way = False
+        self.generation = 0  # of the outputs: grows with every replay
+        self._passage: weakref.ref[Passage] | None = None
+        self._backwards: dict[Pattern, _Backward] = {}
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a backward may still read what the last forward saved."""
+        passage = None if self._passage is None else self._passage()
+        return passage is not None and passage.in_flight
+
+    @property
+    def differentiates(self) -> bool:
+        """Whether gradients flow through the outputs."""
+        return bool(self._crossing)
+
+    @property
+    def num_graphs(self) -> int:
+        return (self.graph is not None) + sum(entry.graph is not None for entry in self._backwards.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the pools, as far as these graphs' captures made them grow."""
+        graphs = [self.graph, *(entry.graph for entry in self._backwards.values())]
+        return sum(graph.num_bytes for graph in graphs if graph is not None)
+
+    def _name(self) -> str:
+        return str(getattr(self._fn, "__qualname__", type(self._fn).__name__))
+
+    # the forward
+
+    def capture(self, call: Call, trace: Trace | None = None) -> Any:
+        """The capturing call: records, and runs once. Returns its result.
+
+        Args:
+            trace: of an eager call like it.
+        """
+        with torch.inference_mode(False):
+            self.inputs = StaticInputs(call)
+        self.inputs.load(call)
+        self._differentiable = tuple(
+            i for i, tensor in enumerate(call.tensors) if torch.is_grad_enabled() and tensor.requires_grad
+        )
+        self._given = [
+            tensor.detach().requires_grad_() if i in self._differentiable else tensor
+            for i, tensor in enumerate(self.inputs.tensors)
+        ]
+        if self.context.device.type == "cpu":
+            return self._check_on_cpu(call)
+        before, memory = walk.tensors(self._roots), Memory(*self._roots)
+        gradients = _Gradients(before)
+        versions = [tensor._version for tensor in self._given]
+        saved = SavedTensors([*before, *self._given])
+        with_gradient = torch.is_grad_enabled()
+        since = sequence_number() if with_gradient else 0
+        args, kwargs = call.with_tensors(self._given)
+
+        def body() -> Any:
+            with saved.hooks() if with_gradient else nullcontext():
+                return self._fn(*args, **kwargs)
+
+        pool = self._pool
+        if pool is None and (with_gradient or self.alias):
+            pool = self._pool = torch.cuda.graph_pool_handle()
+        self.graph, result = capture_with_retries(
+            self.context, body, gradients.restore, shared_pool=pool is None, pool=pool, name=self._name(), trace=trace
+        )
+        self._pool = self.graph.pool if pool is not None else None  # a failed try may have cost the first one
+        try:
+            gradients.check()
+            refuse_rebound(memory)
+            self._note(call, result, since, before)
+            mutated = [i for i, tensor in enumerate(self._given) if tensor._version != versions[i]]
+            self.mutated = self._checked(mutated)
+        except BaseException:
+            self.close()
+            raise
+        own = {tensor.untyped_storage().data_ptr() for tensor in self._given}
+        self._saved = [tensor for tensor in saved.found if tensor.untyped_storage().data_ptr() not in own]
+        self.graph.keep(before, self._roots, self.inputs.tensors, gradients.tensors())
+        return self.replay(call, loaded=True)
+
+    def _checked(self, mutated: Sequence[int]) -> tuple[int, ...]:
+        """The inputs changed in place that are copied back: not those that are read in place anyway."""
+        for index in mutated:
+            check_changed_input(index, self._given[index].requires_grad)
+        own = {id(tensor) for tensor in self.inputs.copied}
+        return tuple(index for index in mutated if id(self.inputs.tensors[index]) in own)
+
+    def _note(self, call: Call, result: Any, since: int, before: Sequence[torch.Tensor]) -> None:
+        """What the captured call returned, and what it depends on."""
+        self.leaves, self.spec = private.tree_flatten(result)
+        self.given = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        self._crossing = [i for i, x in enumerate(self.leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
+        if not torch.is_grad_enabled():
+            self._crossing = []
+        self._outputs = [self.leaves[i] for i in self._crossing]
+        self._sources = leaves_of(self._outputs, self._given, since, before)
+        check_used(self._outputs, self._wanted(), self._must_be_used, since)
+        self.static = [leaf for leaf in self.given if isinstance(leaf, torch.Tensor)]
+        known = {tensor.untyped_storage().data_ptr() for tensor in (*before, *self._given) if _is_dense(tensor)}
+        self._made = [x for x in self.static if _is_dense(x) and x.untyped_storage().data_ptr() not in known]
+        self._counts_versions = not any(tensor.is_inference() for tensor in self._made)
+        self.memory = Memory(*self._roots)
+
+    def replay(self, call: Call, *, loaded: bool = False) -> Any:
+        """Run for one more call. Returns its result."""
+        if not loaded:
+            self.inputs.load(call)
+        if self.graph is None:
+            return self._run_on_cpu(call)
+        self._forward_offset = self.context.generator.get_offset()
+        self.graph.replay()
+        self.copy_back(call)
+        self.age()
+        return self._give_out(call, self.leaves, self._outputs, self._differentiate)
+
+    def copy_back(self, call: Call) -> None:
+        """Give the caller's tensors what the function changed in place."""
+        if self.mutated:
+            with torch.no_grad():
+                torch._foreach_copy_(
+                    [call.tensors[i] for i in self.mutated], [self.inputs.tensors[i] for i in self.mutated]
+                )
+
+    def age(self) -> None:
+        """Have autograd, and a debug run, know that aliases given out before are out of date."""
+        self.generation += 1
+        if self.alias and self._counts_versions:
+            torch.autograd.graph.increment_version(self._made)
+
+    def _give_out(
+        self, call: Call, leaves: Sequence[Any], outputs: Sequence[torch.Tensor], run: Callable[..., Gradients]
+    ) -> Any:
+        given = [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]
+        if not self.alias:
+            given = [x.clone() if isinstance(x, torch.Tensor) else x for x in given]
+        if outputs:
+            saved = self._saved if self.graph is not None else ()
+            passage = Passage([given[i] for i in self._crossing], self._sources, saved, run)
+            self._passage = weakref.ref(passage)
+            crossed = passage.cross([call.tensors[i] for i in self._differentiable])
+            for index, tensor in zip(self._crossing, crossed, strict=True):
+                given[index] = tensor
+        return private.tree_unflatten(given, self.spec)
+
+    # the backward
+
+    def _differentiate(self, gradients: Gradients, needed: tuple[bool, ...]) -> Gradients:
+        self.context.check_thread("A backward through a graph of the context")
+        pattern: Pattern = (tuple(gradient is not None for gradient in gradients), needed)
+        entry = self._backwards.get(pattern)
+        if entry is None or self.graph is None or self.graph.closed or gate.capturing() is not None:
+            entry = self._backwards.setdefault(pattern, _Backward())
+            return _copies(self._differentiate_traced(entry, gradients, needed))
+        present = [gradient for gradient in gradients if gradient is not None]
+        if entry.graph is None:
+            return self._capture_backward(entry, present, gradients, needed)
+        torch._foreach_copy_(list(entry.given), present)
+        entry.graph.forward_offset = self._forward_offset
+        entry.graph.replay()
+        return _copies(entry.left)
+
+    def _differentiate_traced(self, entry: _Backward, gradients: Gradients, needed: tuple[bool, ...]) -> Gradients:
+        with self.context.seat(exclusive=self._draws):
+            assert self.context.device.index is not None
+            with rng_positions.tracing(self.context.device.index, self._forward_offset) as entry.trace:
+                return self._differentiate_eagerly(self._outputs, gradients, needed)
+
+    def _differentiate_eagerly(
+        self, outputs: Sequence[torch.Tensor], gradients: Gradients, needed: tuple[bool, ...]
+    ) -> Gradients:
+        with self.context.seat(exclusive=self._draws):
+            return differentiate(outputs, [*self._wanted(), *self._sources], gradients, needed)
+
+    def _wanted(self) -> list[torch.Tensor]:
+        return [self._given[i] for i in self._differentiable]
+
+    def _capture_backward(
+        self, entry: _Backward, present: list[torch.Tensor], gradients: Gradients, needed: tuple[bool, ...]
+    ) -> Gradients:
+        given = tuple(torch.empty_like(gradient) for gradient in present)
+        torch._foreach_copy_(list(given), present)
+        left = iter(given)
+        static = tuple(None if gradient is None else next(left) for gradient in gradients)
+
+        def body() -> Gradients:
+            return differentiate(self._outputs, [*self._wanted(), *self._sources], static, needed)
+
+        try:
+            graph, result = capture_with_retries(
+                self.context, body, lambda: None, pool=self._pool, name=f"backward of {self._name()}", trace=entry.trace
+            )
+        except CompileInCapture:
+            entry.compiles += 1
+            if entry.compiles > 1:
+                raise
+            return _copies(self._differentiate_traced(entry, gradients, needed))
+        graph.keep(self._outputs, self._sources, given)
+        entry.graph, entry.given, entry.left = graph, given, result
+        graph.forward_offset = self._forward_offset
+        graph.replay()
+        return _copies(result)
+
+    # the CPU
+
+    def _check_on_cpu(self, call: Call) -> Any:
+        before, memory = walk.tensors(self._roots), Memory(*self._roots)
+        gradients = _Gradients(before)
+        values = [(tensor, tensor.clone()) for tensor in before if _is_dense(tensor)]
+        versions = [tensor._version for tensor in self._given]
+        since = sequence_number() if torch.is_grad_enabled() else 0
+        args, kwargs = call.with_tensors(self._given)
+        try:
+            with checked_on_cpu(self.context):
+                result = self._fn(*args, **kwargs)
+            gradients.check()
+            refuse_rebound(memory)
+            self._note(call, result, since, before)
+            mutated = [i for i, tensor in enumerate(self._given) if tensor._version != versions[i]]
+            self.mutated = self._checked(mutated)
+        except BaseException:
+            gradients.restore()
+            with torch.no_grad():
+                for tensor, value in values:
+                    if not torch.equal(tensor, value):  # not every operator that writes says so by its version
+                        tensor.copy_(value)
+            raise
+        return self._finish_on_cpu(call, self.leaves)
+
+    def _run_on_cpu(self, call: Call) -> Any:
+        args, kwargs = call.with_tensors(self._given)
+        with self.context.seat(exclusive=self._draws):
+            result = self._fn(*args, **kwargs)
+        leaves, self.spec = private.tree_flatten(result)
+        self._crossing = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
+        if not torch.is_grad_enabled():
+            self._crossing = []
+        self.context.counters.replays += 1
+        if not self.memory.holds():  # what the run itself has put into a container
+            self.memory = Memory(*self._roots)
+        return self._finish_on_cpu(call, leaves)
+
+    def _finish_on_cpu(self, call: Call, leaves: list[Any]) -> Any:
+        outputs = [leaves[i] for i in self._crossing]
+        self.copy_back(call)
+        self.age()
+        tensors = [x.detach() for x in leaves if isinstance(x, torch.Tensor)]
+        if self.alias and leaves is not self.leaves and len(tensors) == len(self.static):
+            with torch.no_grad():
+                for held, value in zip(self.static, tensors, strict=True):
+                    if any(held is made for made in self._made):
+                        held.copy_(value)
+            left = iter(self.static)
+            leaves = [next(left) if isinstance(x, torch.Tensor) else x for x in leaves]
+
+        def run(gradients: Gradients, needed: tuple[bool, ...]) -> Gradients:
+            self.context.check_thread("A backward through a graph of the context")
+            pattern: Pattern = (tuple(gradient is not None for gradient in gradients), needed)
+            if pattern in self._backwards or gate.capturing() is not None:
+                return self._differentiate_eagerly(outputs, gradients, needed)
+            with checked_on_cpu(self.context):
+                found = differentiate(outputs, [*self._wanted(), *self._sources], gradients, needed)
+            self._backwards[pattern] = _Backward()
+            return found
+
+        return self._give_out(call, leaves, outputs, run)
+
+    def close(self) -> None:
+        """Let the graphs go."""
+        for graph in (self.graph, *(entry.graph for entry in self._backwards.values())):
+            if graph is not None:
+                graph.close()
+        self._backwards.clear()
+
+
+def _copies(gradients: Gradients) -> Gradients:
+    """The same values in memory of their own, with few launches."""
+    indices = [i for i, gradient in enumerate(gradients) if gradient is not None]
+    copies: list[torch.Tensor | None] = list(gradients)
+    present = [gradient for gradient in gradients if gradient is not None]
+    for index, copy in zip(indices, (gradient.clone() for gradient in present), strict=True):
+        copies[index] = copy
+    return tuple(copies)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided
+
+
+class _Gradients:
+    """The gradients that hang on leaves, to see whether a function makes or changes them itself."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        leaves = [tensor for tensor in tensors if tensor.is_leaf and tensor.requires_grad]
+        self._held = [(x, x.grad, -1 if x.grad is None else x.grad._version) for x in leaves]
+
+    def check(self) -> None:
+        if all(x.grad is held and (held is None or held._version == version) for x, held, version in self._held):
+            return
+        self.restore()
+        raise _ran_a_backward()
+
+    def restore(self) -> None:
+        for tensor, gradient, _ in self._held:
+            tensor.grad = gradient
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [gradient for _, gradient, _ in self._held if gradient is not None]
+
+
+def _ran_a_backward() -> CaptureError:
+    return CaptureError(
+        "The function ran a backward of its own that made gradients inside the capture: the next replay would "
+        "overwrite them.",
+        cure="Return the loss and call backward() on it outside, or use graphsafe.TrainStep for whole steps.",
+    )

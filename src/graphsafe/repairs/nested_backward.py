@@ -1,0 +1,80 @@
+"""Sees a backward that torch is about to move to another thread, since it is nested too deep in others.
+
+Autograd runs a backward that a backward starts on the same thread, 60 deep; the next one runs on a thread of a pool,
+where nothing holds that is this thread's: its locks, context, capture and settings.
+
+Guarantees:
+- Works without ``install()``, is put in for good, and costs a backward one count.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+MAX_DEPTH = 60  # of backwards inside a backward that torch keeps on one thread
+
+
+class _PerThread(threading.local):
+    """How many backwards this thread is in."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+
+_per_thread = _PerThread()
+_lock = threading.Lock()  # guards the replacement; taken alone
+
+
+def watch(too_deep: Callable[[], None]) -> None:
+    """Have ``too_deep()`` called before each backward that would leave its thread; what it raises is raised there.
+
+    Does nothing from the second call on, and in a torch whose engine cannot be replaced.
+    """
+    owner = torch.autograd.Variable
+    engine = getattr(owner, "_execution_engine", None)
+    if engine is None or getattr(type(engine), "counts_depth", False):
+        return
+    with _lock:
+        engine = owner._execution_engine
+        if not getattr(type(engine), "counts_depth", False):
+            try:
+                owner._execution_engine = _counting(type(engine), too_deep)()
+            except TypeError:  # this torch's engine is no base for another
+                return
+
+
+def _counting(base: Any, too_deep: Callable[[], None]) -> Any:
+    per_thread, run = _per_thread, base.run_backward
+
+    class CountingEngine(base):  # type: ignore[misc]
+        """Torch's own engine, which says when a backward is nested too deep."""
+
+        counts_depth = True
+
+        def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+            depth = per_thread.depth
+            if depth > MAX_DEPTH:
+                too_deep()
+            per_thread.depth = depth + 1
+            try:
+                return run(self, *args, **kwargs)
+            finally:
+                per_thread.depth = depth
+
+    _have_dynamo_skip(CountingEngine.run_backward.__code__)
+    return CountingEngine
+
+
+def _have_dynamo_skip(code: types.CodeType) -> None:
+    """Have Dynamo compile no frame of ``code`` where a backward runs inside code that is compiled in part."""
+    frames = torch._C._dynamo.eval_frame
+    try:
+        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+        frames.set_code_exec_strategy(code, skip)
+    except (AttributeError, TypeError):  # this torch has another way: it may look at the frame
+        return
