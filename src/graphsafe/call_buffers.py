@@ -35,7 +35,7 @@ from .errors import CaptureError
 from .memory import Memory, refuse_rebound
 from .repairs import private, rng_positions
 from .repairs.rng_positions import Trace
-from .signature import Call, StaticInputs
+from .signature import Call, StaticInputs, copied
 
 Pattern = tuple[tuple[bool, ...], tuple[bool, ...]]  # outputs with a gradient; inputs and leaves that need one
 
@@ -180,7 +180,7 @@ class CallBuffers:
         self.static = [leaf for leaf in self.given if isinstance(leaf, torch.Tensor)]
         known = {tensor.untyped_storage().data_ptr() for tensor in (*before, *self._given) if _is_dense(tensor)}
         self._made = [x for x in self.static if _is_dense(x) and x.untyped_storage().data_ptr() not in known]
-        self._counts_versions = not any(tensor.is_inference() for tensor in self._made)
+        self.aged = [tensor for tensor in self._made if self.alias and not tensor.is_inference()]
         self.memory = Memory(*self._roots)
 
     def replay(self, call: Call, *, loaded: bool = False) -> Any:
@@ -206,15 +206,15 @@ class CallBuffers:
     def age(self) -> None:
         """Have autograd, and a debug run, know that aliases given out before are out of date."""
         self.generation += 1
-        if self.alias and self._counts_versions:
-            torch.autograd.graph.increment_version(self._made)
+        if self.aged:
+            torch.autograd.graph.increment_version(self.aged)
 
     def _give_out(
         self, call: Call, leaves: Sequence[Any], outputs: Sequence[torch.Tensor], run: Callable[..., Gradients]
     ) -> Any:
         given = [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]
         if not self.alias:
-            given = [x.clone() if isinstance(x, torch.Tensor) else x for x in given]
+            given = copied(given)
         if outputs:
             saved = self._saved if self.graph is not None else ()
             passage = Passage([given[i] for i in self._crossing], self._sources, saved, run)
@@ -232,14 +232,14 @@ class CallBuffers:
         entry = self._backwards.get(pattern)
         if entry is None or self.graph is None or self.graph.closed or gate.capturing() is not None:
             entry = self._backwards.setdefault(pattern, _Backward())
-            return _copies(self._differentiate_traced(entry, gradients, needed))
+            return _own(self._differentiate_traced(entry, gradients, needed))
         present = [gradient for gradient in gradients if gradient is not None]
         if entry.graph is None:
             return self._capture_backward(entry, present, gradients, needed)
         torch._foreach_copy_(list(entry.given), present)
         entry.graph.forward_offset = self._forward_offset
         entry.graph.replay()
-        return _copies(entry.left)
+        return _own(entry.left)
 
     def _differentiate_traced(self, entry: _Backward, gradients: Gradients, needed: tuple[bool, ...]) -> Gradients:
         with self.context.seat(exclusive=self._draws):
@@ -275,12 +275,12 @@ class CallBuffers:
             entry.compiles += 1
             if entry.compiles > 1:
                 raise
-            return _copies(self._differentiate_traced(entry, gradients, needed))
+            return _own(self._differentiate_traced(entry, gradients, needed))
         graph.keep(self._outputs, self._sources, given)
         entry.graph, entry.given, entry.left = graph, given, result
         graph.forward_offset = self._forward_offset
         graph.replay()
-        return _copies(result)
+        return _own(result)
 
     # the CPU
 
@@ -354,16 +354,6 @@ class CallBuffers:
         self._backwards.clear()
 
 
-def _copies(gradients: Gradients) -> Gradients:
-    """The same values in memory of their own, with few launches."""
-    indices = [i for i, gradient in enumerate(gradients) if gradient is not None]
-    copies: list[torch.Tensor | None] = list(gradients)
-    present = [gradient for gradient in gradients if gradient is not None]
-    for index, copy in zip(indices, (gradient.clone() for gradient in present), strict=True):
-        copies[index] = copy
-    return tuple(copies)
-
-
 def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided
 
@@ -395,3 +385,8 @@ def _ran_a_backward() -> CaptureError:
         "overwrite them.",
         cure="Return the loss and call backward() on it outside, or use graphsafe.TrainStep for whole steps.",
     )
+
+
+def _own(gradients: Gradients) -> Gradients:
+    """Copies in memory of their own."""
+    return tuple(copied(gradients))

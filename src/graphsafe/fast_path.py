@@ -7,15 +7,17 @@ Guarantees:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.graph import increment_version
 
 from . import gate
 from .call_buffers import CallBuffers
 from .context import ThreadContext
 from .repairs import private
-from .signature import Call, Likeness
+from .signature import Call, copied, likeness
 from .structure import Structure
 
 MISS = object()
@@ -26,23 +28,15 @@ class _Counts(Protocol):
 
 
 class FastPath:
-    """Replays ``buffers`` for calls like ``call``, as long as ``epoch`` is that of the function."""
+    """Replays ``buffers`` for calls like ``call``, as long as ``epoch`` is that of the function.
+
+    Attributes:
+        run: ``run(args, kwargs, epoch)`` returns the result of the call, or MISS.
+    """
 
     def __init__(self, context: ThreadContext, buffers: CallBuffers, call: Call, counts: _Counts, epoch: int) -> None:
-        graph = buffers.graph
-        assert graph is not None and context.stream is not None
-        self.context, self.buffers, self._replay = context, buffers, graph.replay_at_once
-        self._counts, self._epoch = counts, epoch
-        self._stream, self._device_index = context.stream.cuda_stream, context.device.index
-        self._memory, self._training = buffers.memory, buffers.memory.training()
-        args, kwargs = call.with_tensors(call.tensors)
-        self._keywords = bool(kwargs)
-        self._likeness = Likeness(call, (args, kwargs) if kwargs else args, context.device)
-        self._inputs = buffers.inputs
-        result = private.tree_unflatten(buffers.given, buffers.spec)
-        self._structure, self._given = Structure(result), buffers.given
-        fixed = result is buffers.given[0] or (type(result) is tuple and len(result) == len(buffers.given))
-        self._whole = result if buffers.alias and fixed else MISS  # what the caller cannot change, given out each time
+        self.context, self.buffers = context, buffers
+        self.run = _runner(context, buffers, call, counts, epoch)
 
     @staticmethod
     def of(context: ThreadContext, buffers: CallBuffers, call: Call, counts: _Counts, epoch: int) -> FastPath | None:
@@ -51,28 +45,48 @@ class FastPath:
             return None
         return FastPath(context, buffers, call, counts, epoch)
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], epoch: int) -> Any:
-        """The result of the call, or MISS."""
-        tensors = self._likeness.tensors((args, kwargs) if self._keywords else args)
-        if tensors is None or (kwargs and not self._keywords) or not self._holds(epoch):
-            return MISS
-        self._inputs.load_tensors(tensors, self._likeness.grad_mode)
-        self._replay()
-        self.buffers.age()
-        self._counts.replays += 1
-        if self._whole is not MISS:
-            return self._whole
-        given = self._given
-        if not self.buffers.alias:
-            given = [x.clone() if isinstance(x, torch.Tensor) else x for x in given]
-        return self._structure.build(given)
 
-    def _holds(self, epoch: int) -> bool:
-        return (
-            epoch == self._epoch
-            and not self.context.closed
-            and private.current_raw_stream(self._device_index) == self._stream
-            and gate.capturing() is None
-            and self._memory.training() == self._training
-            and self._memory.holds()
-        )
+def _runner(
+    context: ThreadContext, buffers: CallBuffers, call: Call, counts: _Counts, own_epoch: int
+) -> Callable[[tuple[Any, ...], dict[str, Any], int], Any]:
+    graph = buffers.graph
+    assert graph is not None and context.stream is not None
+    replay, load, grad_mode = graph.replay_at_once, buffers.inputs.load_tensors, torch.is_grad_enabled()
+    stream, device_index = context.stream.cuda_stream, context.device.index
+    holds, training_of, training = buffers.memory.holds, buffers.memory.training, buffers.memory.training()
+    raw_stream, capturing = private.current_raw_stream, gate.capturing
+    args, kwargs = call.with_tensors(call.tensors)
+    has_keywords = bool(kwargs)
+    alike = likeness(call, (args, kwargs) if kwargs else args, context.device)
+    result = private.tree_unflatten(buffers.given, buffers.spec)
+    structure, given = Structure(result), buffers.given
+    copies = not buffers.alias
+    # Given out each time where the caller cannot change it.
+    fixed = buffers.alias and (result is given[0] or (type(result) is tuple and len(result) == len(given)))
+    aged = buffers.aged
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any], epoch: int) -> Any:
+        tensors = alike((args, kwargs) if has_keywords else args)
+        if (
+            tensors is None
+            or (kwargs and not has_keywords)
+            or epoch != own_epoch
+            or context.closed
+            or raw_stream(device_index) != stream
+            or capturing() is not None
+            or training_of() != training
+            or not holds()
+        ):
+            return MISS
+        load(tensors, grad_mode)
+        replay()
+        if aged:
+            increment_version(aged)
+        counts.replays += 1
+        if fixed:
+            return result
+        if copies:
+            return structure.build(copied(given))
+        return structure.build(given)
+
+    return run

@@ -7,7 +7,7 @@ Guarantees:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,63 +118,76 @@ def read_leaves(
     return Call(key, tuple(tensors), tuple(slots), spec, tuple(leaves))
 
 
-class Likeness:
-    """Tells at little cost whether a further call is like one that is known, the modules' train/eval flags excepted.
+def likeness(call: Call, arguments: Any, device: torch.device) -> Callable[[Any], list[torch.Tensor] | None]:
+    """A function that tells at little cost whether a further call is like ``call``, train/eval flags excepted.
 
-    Attributes:
-        grad_mode: whether grad mode is on in such calls.
+    It takes arguments in the form of ``arguments``, which are those of ``call``, and returns the tensors to copy into
+    the static inputs, or None where the call is not like the known one.
     """
+    device_index, device_type = -1 if device.index is None else device.index, device.type
+    modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled(device_type))
+    grad_mode, inference_mode, autocast = modes
+    autocast_state = private.autocast_state(device_type)
+    structure, num = Structure(arguments), len(call.leaves)
+    flat = type(arguments) is tuple and list(map(id, arguments)) == list(map(id, call.leaves))
+    read = [(i, x) for i, x in enumerate(call.leaves) if isinstance(x, torch.Tensor) and not is_static(x)]
+    tensors = [(i, x.shape, x.dtype, x.stride(), x.requires_grad) for i, x in read]
+    indices = {i for i, _ in read}
+    others = [(i, x) for i, x in enumerate(call.leaves) if i not in indices]
+    tensor_type, strided = torch.Tensor, torch.strided
+    is_grad, is_inference = torch.is_grad_enabled, torch.is_inference_mode_enabled
+    is_autocast = torch.is_autocast_enabled
 
-    def __init__(self, call: Call, arguments: Any, device: torch.device) -> None:
-        """``arguments`` are those of ``call``, as they will be given to ``tensors``."""
-        self._device_index = -1 if device.index is None else device.index
-        self._device_type = device.type
-        self.grad_mode, self._inference_mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        self._autocast = torch.is_autocast_enabled(device.type)
-        self._autocast_state = private.autocast_state(device.type)
-        self._structure = Structure(arguments)
-        self._num = len(call.leaves)
-        self._flat = type(arguments) is tuple and list(map(id, arguments)) == list(map(id, call.leaves))
-        copied = [(i, x) for i, x in enumerate(call.leaves) if isinstance(x, torch.Tensor) and not is_static(x)]
-        self._tensors = [(i, x.shape, x.dtype, x.stride(), x.requires_grad) for i, x in copied]
-        indices = {i for i, _ in copied}
-        self._others = [(i, x) for i, x in enumerate(call.leaves) if i not in indices]
-
-    def tensors(self, arguments: Any) -> list[torch.Tensor] | None:
-        """The tensors to copy into the static inputs; None where the call is not like the known one."""
-        if self._flat and type(arguments) is tuple:
+    def alike(arguments: Any) -> list[torch.Tensor] | None:
+        if flat and type(arguments) is tuple:
             leaves: Any = arguments  # a container among them is no tensor, and none of the other values
-            if len(leaves) != self._num:
+            if len(leaves) != num:
                 return None
         else:
-            leaves = self._structure.leaves(arguments)
+            leaves = structure.leaves(arguments)
             if leaves is None:
                 return None
         found = []
-        for index, shape, dtype, strides, requires_grad in self._tensors:
+        for index, shape, dtype, strides, requires_grad in tensors:
             leaf = leaves[index]
             if not (
-                isinstance(leaf, torch.Tensor)
+                isinstance(leaf, tensor_type)
                 and leaf.shape == shape
                 and leaf.dtype is dtype
-                and leaf.layout is torch.strided
+                and leaf.layout is strided
                 and leaf.stride() == strides
                 and leaf.requires_grad is requires_grad
-                and leaf.get_device() == self._device_index
+                and leaf.get_device() == device_index
             ):
                 return None
             found.append(leaf)
-        for index, value in self._others:
+        for index, value in others:
             if leaves[index] is not value:
                 return None
         if (
-            torch.is_grad_enabled() is not self.grad_mode
-            or torch.is_inference_mode_enabled() is not self._inference_mode
-            or torch.is_autocast_enabled(self._device_type) is not self._autocast
-            or (self._autocast and private.autocast_state(self._device_type) != self._autocast_state)
+            is_grad() is not grad_mode
+            or is_inference() is not inference_mode
+            or is_autocast(device_type) is not autocast
+            or (autocast and private.autocast_state(device_type) != autocast_state)
         ):
             return None
         return found
+
+    return alike
+
+
+def copied(leaves: Sequence[Any]) -> list[Any]:
+    """The leaves, with copies of the tensors among them: three or more with one fused launch."""
+    indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    copies = list(leaves)
+    if len(indices) < 3:
+        for index in indices:
+            copies[index] = leaves[index].clone()
+        return copies
+    for index in indices:
+        copies[index] = torch.empty_like(leaves[index])
+    torch._foreach_copy_([copies[index] for index in indices], [leaves[index] for index in indices])
+    return copies
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:

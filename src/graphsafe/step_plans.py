@@ -21,7 +21,7 @@ from .memory import MAX_STALE, Memory
 from .optimizers import OptimizerControl
 from .repairs import private
 from .repairs.rng_positions import Trace
-from .signature import Call, Likeness, StaticInputs
+from .signature import Call, StaticInputs, likeness
 
 PARALLEL_WARMUP_ITERS = 11  # torch.cuda.make_graphed_callables and its notes on DDP ask for as many
 Tensors = tuple[torch.Tensor, ...]
@@ -69,8 +69,7 @@ class FastStep:
         self.captured = captured
         self._context, self._ident = context, threading.get_ident()
         self._index, self._stream = context.device.index, context.stream.cuda_stream
-        self._likeness = Likeness(call, batch, context.device)
-        self.grad_mode = self._likeness.grad_mode
+        self._alike, self.grad_mode = likeness(call, batch, context.device), torch.is_grad_enabled()
         self._training = captured.memory.training()
         self._parameters = control.parameters
         self._check_settings = control.check_settings
@@ -78,7 +77,7 @@ class FastStep:
 
     def tensors(self, batch: tuple[Any, ...]) -> list[torch.Tensor] | None:
         """The tensors to load, or None."""
-        tensors = self._likeness.tensors(batch)
+        tensors = self._alike(batch)
         if (
             tensors is None
             or threading.get_ident() != self._ident

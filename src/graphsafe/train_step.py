@@ -27,7 +27,7 @@ from .loop import Kind, Loop
 from .memory import Memory, refuse_rebound
 from .optimizers import OptimizerControl
 from .repairs import private, rng_positions
-from .signature import Call, StaticInputs, read_call
+from .signature import Call, StaticInputs, copied, read_call
 from .step_plans import Captured, FastStep, StepPlan, Tensors, check_arguments, check_warmup, note_stale
 from .streams import on_own_stream
 
@@ -382,7 +382,7 @@ class TrainStep:
     def _give_out(self, captured: Captured) -> Any:
         leaves = captured.leaves
         if self._outputs == "copy":
-            leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            leaves = copied(leaves)
         return private.tree_unflatten(leaves, captured.spec)
 
     def _forget(self) -> None:
