@@ -679,3 +679,11 @@ def test_memory_that_held_no_more_never_holds_again() -> None:
     assert not memory.holds() and not memory.holds()
     handle.remove()
     assert not memory.holds()
+
+
+def test_graphed_warning_points_at_the_callers_line_and_says_what_differs(context: gs.ThreadContext) -> None:
+    f = gs.graphed(lambda x, k: x * k, num_warmup_iters=0, max_graphs=1)
+    f(torch.ones(2), 1.0)
+    with pytest.warns(gs.GraphsafeWarning, match=r"argument 1 is unlike.*as tensors") as caught:
+        f(torch.ones(2), 2.0)
+    assert caught[0].filename == __file__

@@ -618,3 +618,14 @@ def test_train_step_freezing_and_thawing_in_an_accumulation_equals_the_eager_loo
         return [p.detach().clone() for p in net.parameters()]
 
     assert all(torch.equal(a, b) for a, b in zip(run("eager"), run("graph"), strict=True))
+
+
+def test_train_step_is_clean_to_lint_with_an_optimizer_that_it_makes_capturable() -> None:
+    net = model()
+    step = gs.TrainStep(loss_of(net), torch.optim.AdamW(net.parameters()), model=net)
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    assert gs.lint(step, *batches(1)[0]) == []
+    assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
+    assert all(parameter.grad is None for parameter in net.parameters())
+    bad = gs.TrainStep(lambda x, y: loss_of(net)(x, y) * float(x.sum()), torch.optim.AdamW(net.parameters()))
+    assert [finding.op for finding in gs.lint(bad, *batches(1)[0])]

@@ -7,13 +7,14 @@ import os
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
 import torch
 
-from .errors import CaptureError, GraphsafeError
+from .errors import CaptureError, GraphsafeError, GraphsafeWarning
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -66,6 +67,14 @@ def users_frame(frame: FrameType | None = None) -> FrameType | None:
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
+
+
+def warn(text: str) -> None:
+    """A GraphsafeWarning that points at the user's line."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, GraphsafeWarning, stacklevel=level)
 
 
 def users_line() -> tuple[str | None, str | None]:

@@ -14,7 +14,6 @@ import functools
 import os
 import threading
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
@@ -26,13 +25,14 @@ from .bridge import call_eagerly
 from .call_buffers import CallBuffers
 from .compile_gate import CompileInCapture
 from .context import ThreadContext, active_contexts
-from .errors import GraphsafeError, GraphsafeWarning, NoContextError, ShapeMismatchError, require
+from .errors import GraphsafeError, NoContextError, ShapeMismatchError, require
+from .failures import warn
 from .fast_path import MISS, FastPath
 from .memory import MAX_STALE
 from .padding import Buckets
 from .plans import GraphedStats, PerThread, Plan, State
 from .repairs import private, rng_positions
-from .signature import Call, read_leaves
+from .signature import Call, differs, read_leaves
 from .streams import on_own_stream
 
 MAX_IN_FLIGHT = 16  # calls of one signature whose backward may still come; each keeps buffers of its own
@@ -230,7 +230,8 @@ class GraphedCallable:
             state.warned = True
             self._warn(
                 f"has met more than max_graphs={self._max_graphs} signatures; further ones run eagerly until reset(). "
-                "Pad inputs to fewer shapes (pad=, graphsafe.padding), or raise max_graphs."
+                f"This call: {call.summary()}; {differs(call, next(iter(state.plans)))}. Pad inputs to fewer shapes "
+                "(pad=, graphsafe.padding), pass numbers that vary as tensors, or raise max_graphs."
             )
         return plan
 
@@ -312,7 +313,7 @@ class GraphedCallable:
         return getattr(self._fn, "__qualname__", type(self._fn).__name__)
 
     def _warn(self, text: str) -> None:
-        warnings.warn(f"The graphed function {self._name} {text}", GraphsafeWarning, stacklevel=6)
+        warn(f"The graphed function {self._name} {text}")
 
     def _lint_call(self) -> Callable[..., Any]:
         return self._fn

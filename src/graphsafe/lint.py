@@ -39,8 +39,8 @@ COPY = "a CPU tensor is copied to the device, and a replay would copy from the s
 MIX = "a CPU tensor that was made here meets tensors of the device; on a GPU torch raises"
 BACK = "the host waits for a copy from the device"
 _COPY_FIX = (
-    "Make it on the device: pass device=x.device, or use torch.full, torch.arange, x.new_zeros and their like; values "
-    "that change belong into the step's inputs."
+    "Make constants once, outside the function, or compute them on the device (torch.full, torch.arange, x.new_zeros, "
+    "with device=x.device); values that change belong into the inputs."
 )
 _INDEX_FIX = "Make the index once, outside the step, as a tensor on the device, or use slices."
 _BACK_FIX = "Keep the value on the device, return it, and read it after the step."

@@ -66,6 +66,10 @@ class Loop:
             self.finish()
         return result
 
+    def loss_and_backward(self, *batch: Any) -> None:
+        """What lint looks into."""
+        self.forward_backward(batch)
+
     def forward_backward(self, batch: tuple[Any, ...]) -> Any:
         result = self.loss_fn(*batch)
         pair = isinstance(result, tuple) and len(result) == 2

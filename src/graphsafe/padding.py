@@ -56,7 +56,7 @@ class Buckets:
 
     Arguments that are tensors and have a dimension ``dim`` must agree in their length there; all are filled up to
     the smallest bucket that holds it. ``fn`` gets a further keyword argument ``mask``, boolean [bucket], true where the
-    input is real. What it returns is as long as the bucket: ``unpad`` it.
+    input is real, and must take it. What it returns is as long as the bucket: ``graphsafe.padding.unpad(out, n)`` it.
 
     Attributes:
         lengths: the buckets.
@@ -71,6 +71,8 @@ class Buckets:
     names: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.lengths, Iterable):
+            raise ValueError(f"Buckets: lengths is {self.lengths!r}; it is a tuple of lengths, such as (8, 16, 32)")
         object.__setattr__(self, "lengths", tuple(self.lengths))
         bucket_length(0, self.lengths)  # raises where they make no sense
         if self.names is not None:
@@ -93,6 +95,11 @@ class Buckets:
             raise ValueError(
                 f"Buckets: the tensors to pad have the lengths {lengths} in dimension {self.dim}; it must be one. Name "
                 "those that are to be padded, and pass them as keyword arguments: Buckets(..., names=('tokens',))"
+            )
+        if lengths[0] > max(self.lengths):
+            raise ValueError(
+                f"Buckets: the inputs are {lengths[0]} long in dimension {self.dim}, more than the largest bucket, "
+                f"{max(self.lengths)}; add one or cut the input"
             )
         padded = [pad_to_bucket(x, self.lengths, dim=self.dim, value=self.value) for x in given]
         of_place = dict(zip(places, padded, strict=True))

@@ -64,12 +64,13 @@ _DECOMPOSITIONS = frozenset({"_linalg_svd", "_linalg_eigh", "linalg_eig"})
 
 _SHAPE_FIXES: dict[str, str] = {
     "nonzero": (
-        "Use graphsafe.padding.fixed_nonzero(mask, size), or torch.nonzero_static(x, size=size); "
+        "Use indices, count = graphsafe.padding.fixed_nonzero(mask, size), or torch.nonzero_static(x, size=size); "
         "torch.where with three arguments needs no indices at all."
     ),
     "index": (
         "A boolean mask as an index counts its true places on the host. Keep the shape and use torch.where or "
-        "x.masked_fill, or index with graphsafe.padding.fixed_nonzero(mask, size)."
+        "x.masked_fill, or index with the first of graphsafe.padding.fixed_nonzero(mask, size), which are indices and "
+        "how many are real."
     ),
     "repeat_interleave": "Pass output_size=, the length of the result.",
     "index_put": (

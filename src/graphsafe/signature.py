@@ -118,6 +118,18 @@ def read_leaves(
     return Call(key, tuple(tensors), tuple(slots), spec, tuple(leaves))
 
 
+def differs(call: Call, key: Any) -> str:
+    """What tells ``call`` from another signature, in words."""
+    own: Any = call.key
+    (spec, described, state, _), (own_spec, own_described, own_state, _) = key, own
+    if spec != own_spec or len(described) != len(own_described):
+        return "its arguments are nested otherwise than those of the first"
+    odd = [str(i) for i, (one, other) in enumerate(zip(described, own_described, strict=True)) if one != other]
+    if odd:
+        return f"argument {', '.join(odd)} is unlike that of the first (counted from 0, containers taken apart)"
+    return "grad mode, inference mode or autocast differ" if state != own_state else "train/eval of a module differs"
+
+
 def likeness(call: Call, arguments: Any, device: torch.device) -> Callable[[Any], list[torch.Tensor] | None]:
     """A function that tells at little cost whether a further call is like ``call``, train/eval flags excepted.
 

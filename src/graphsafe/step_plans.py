@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -14,7 +13,8 @@ import torch
 
 from . import gate
 from .context import ThreadContext
-from .errors import GraphsafeWarning, require
+from .errors import require
+from .failures import warn
 from .graph import Graph
 from .loop import Kind
 from .memory import MAX_STALE, Memory
@@ -131,10 +131,8 @@ def note_stale(plan: StepPlan, captured: Captured, count: int) -> int:
     count = count + 1 if captured.uses <= 1 else 0
     if count >= MAX_STALE:
         plan.admitted = False
-        warnings.warn(
+        warn(
             f"TrainStep's loss_fn reads {captured.memory.changed()}, which was another one at every call, so it runs "
-            "eagerly. Pass what changes as part of the batch, or change it in place.",
-            GraphsafeWarning,
-            stacklevel=6,
+            "eagerly. Pass what changes as part of the batch, or change it in place."
         )
     return count

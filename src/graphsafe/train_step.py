@@ -11,7 +11,6 @@ Guarantees:
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -21,13 +20,14 @@ from . import gate, walk
 from .capture import capture_with_retries, checked_on_cpu
 from .compile_gate import CompileInCapture
 from .context import ThreadContext, active_contexts
-from .errors import GraphsafeError, GraphsafeWarning, NoContextError, ShapeMismatchError, require
+from .errors import GraphsafeError, NoContextError, ShapeMismatchError, require
+from .failures import warn
 from .graph import Graph
 from .loop import Kind, Loop
 from .memory import Memory, refuse_rebound
 from .optimizers import OptimizerControl
 from .repairs import private, rng_positions
-from .signature import Call, StaticInputs, copied, read_call
+from .signature import Call, StaticInputs, copied, differs, read_call
 from .step_plans import Captured, FastStep, StepPlan, Tensors, check_arguments, check_warmup, note_stale
 from .streams import on_own_stream
 
@@ -183,6 +183,9 @@ class TrainStep:
         self._plans.clear()
         self._warned = False
 
+    def _lint_call(self) -> Callable[..., Any]:
+        return self._loop.loss_and_backward
+
     # state
 
     def state_dict(self) -> dict[str, Any]:
@@ -240,11 +243,10 @@ class TrainStep:
             self._plans[call.key] = plan
         elif self._on_mismatch == "capture" and not self._warned and self._mode == "graph":
             self._warned = True
-            warnings.warn(
+            warn(
                 f"TrainStep has met more than max_graphs={self._max_graphs} signatures; further ones run eagerly until "
-                "reset(). Pad batches to fewer shapes (graphsafe.padding), or raise max_graphs.",
-                GraphsafeWarning,
-                stacklevel=3,
+                f"reset(). This batch: {call.summary()}; {differs(call, next(iter(self._plans)))}. Pad to fewer shapes "
+                "(graphsafe.padding), pass numbers that vary as tensors, or raise max_graphs."
             )
         return plan
 
@@ -340,7 +342,7 @@ class TrainStep:
             with context.seat(exclusive=self._draws.get(call.mode) is not False):
                 self._loop.finish()
         captured = plan.captured[kind, call.slots] = self._captured(inputs, None, result, present)
-        captured.leaves = [x.clone() if isinstance(x, torch.Tensor) else x for x in captured.leaves]
+        captured.leaves = copied(captured.leaves)
         return self._advance(kind, self._give_out(captured))
 
     def _replay(
@@ -380,9 +382,7 @@ class TrainStep:
         return self._advance(kind, self._give_out(captured))
 
     def _give_out(self, captured: Captured) -> Any:
-        leaves = captured.leaves
-        if self._outputs == "copy":
-            leaves = copied(leaves)
+        leaves = copied(captured.leaves) if self._outputs == "copy" else captured.leaves
         return private.tree_unflatten(leaves, captured.spec)
 
     def _forget(self) -> None:
