@@ -335,3 +335,29 @@ def test_capture_leaves_nothing_of_its_frame_alive() -> None:
         graph.reset()
         kept = None
         assert gone() is None and kept is None
+
+
+def test_capture_leaves_a_dict_of_locals_alone_that_the_user_holds() -> None:
+    x = torch.ones(3)
+    with gs.thread_context("cpu"):
+        variables = locals()
+        with gs.capture() as graph:
+            y = x + 1
+        graph.replay()
+    assert variables["x"] is x and y is not None
+
+
+def test_walk_runs_no_code_of_a_containers_own() -> None:
+    class Odd(dict):  # type: ignore[type-arg]
+        def _refuse(self, *args: object) -> None:
+            raise AssertionError("looked into by its own code")
+
+        items = values = keys = __iter__ = __getitem__ = _refuse  # type: ignore[assignment]
+
+    class OddList(list):  # type: ignore[type-arg]
+        def __iter__(self) -> None:  # type: ignore[override]
+            raise AssertionError("looked into by its own code")
+
+    tensor = torch.zeros(2)
+    assert [t is tensor for t in walk.tensors(Odd(a=tensor))] == [True]
+    assert [t is tensor for t in walk.tensors(OddList([tensor]))] == [True]

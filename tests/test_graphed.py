@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -687,3 +689,190 @@ def test_graphed_warning_points_at_the_callers_line_and_says_what_differs(contex
     with pytest.warns(gs.GraphsafeWarning, match=r"argument 1 is unlike.*as tensors") as caught:
         f(torch.ones(2), 2.0)
     assert caught[0].filename == __file__
+
+
+# What a sceptic found
+
+
+def test_graphed_threads_that_share_a_leaf_with_a_hook_run_it_once_a_backward() -> None:
+    layer = nn.Linear(6, 2)
+    seen: list[int] = []
+    layer.weight.register_hook(lambda gradient: seen.append(1))
+
+    def work(i: int) -> None:
+        f = gs.graphed(layer, num_warmup_iters=1)
+        with gs.thread_context("cpu"):
+            for x in inputs(20):
+                f(x).sum().backward()
+
+    run_threads(3, work, 60.0)
+    assert len(seen) == 60
+
+
+def test_graphed_capture_leaves_the_gradient_of_another_threads_backward_alone(context: gs.ThreadContext) -> None:
+    layer = nn.Linear(6, 2)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        if f.stats().eager_calls == 1:  # inside the capturing call
+            thread = threading.Thread(target=lambda: layer(torch.ones(1, 6)).sum().backward())
+            thread.start()
+            thread.join(30)
+        return layer(x)
+
+    f = gs.graphed(fn, num_warmup_iters=1)
+    for x in inputs(2):
+        out = f(x)
+    assert torch.equal(layer.weight.grad, torch.ones(2, 6)) and f.stats().captures == 1
+    assert torch.equal(out, layer(x))
+
+
+@pytest.mark.parametrize("op", [torch.relu, torch.tanh, torch.exp, torch.sin])
+def test_graphed_aliases_whose_last_operator_saves_its_output_are_differentiated_right(
+    context: gs.ThreadContext, op: Callable[..., Any]
+) -> None:
+    weight = torch.ones(6, requires_grad=True)
+    f = gs.graphed(lambda x: op(x * weight), num_warmup_iters=1, outputs="alias")
+    for x in inputs(6):
+        weight.grad = None
+        f(x).sum().backward()
+        assert torch.equal(weight.grad, torch.autograd.grad(op(x * weight).sum(), weight)[0])
+
+
+def test_graphed_inside_a_checkpoint_and_under_saved_tensor_hooks(context: gs.ThreadContext) -> None:
+    layer = nn.Linear(6, 6)
+    f = gs.graphed(layer, num_warmup_iters=1)
+    seen: list[int] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: seen.append(1) or t)
+    for x in inputs(6):
+        layer.zero_grad()
+        checkpoint(lambda x: f(x).tanh(), x.requires_grad_(), use_reentrant=False).sum().backward()
+        (expected,) = torch.autograd.grad(layer(x).tanh().sum(), layer.weight)
+        assert torch.equal(layer.weight.grad, expected)
+    with hooks:
+        for _ in range(3):
+            f(inputs(1)[0])  # whether the last one may still be differentiated is seen without unpacking anything
+    assert not seen
+
+
+def test_graphed_calls_of_one_autocast_block_are_differentiated_each(context: gs.ThreadContext) -> None:
+    layer = nn.Linear(6, 2)
+    f = gs.graphed(layer, num_warmup_iters=2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        layer(inputs(1)[0])
+        for x in inputs(6):
+            layer.zero_grad()
+            f(x).float().sum().backward()
+            assert layer.weight.grad is not None
+    assert f.stats().captures == 1
+
+
+def test_graphed_output_in_an_object_that_is_no_pytree_is_refused(context: gs.ThreadContext) -> None:
+    class Output:
+        def __init__(self, value: torch.Tensor) -> None:
+            self.value = value
+
+    with pytest.raises(gs.GraphsafeError, match="Output"):
+        gs.graphed(lambda x: Output(x * 2))(torch.ones(2))
+    with pytest.raises(gs.GraphsafeError, match="generator"):
+        gs.graphed(lambda x: (x * i for i in range(2)))(torch.ones(2))
+
+
+class Settings:
+    scale = torch.ones(2)
+
+
+FACTOR = 2.0
+
+
+@pytest.mark.parametrize("what", ["number of a closure", "global number", "attribute", "class attribute", "deque"])
+def test_graphed_sees_values_that_the_code_reads_and_that_change(context: gs.ThreadContext, what: str) -> None:
+    global FACTOR
+
+    class Head:
+        def __init__(self) -> None:
+            self.temperature = 2.0
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return self.scaled(x)
+
+        def scaled(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.temperature
+
+    number, head, tensors = 2.0, Head(), deque([torch.full((2,), 2.0)])
+    fn = {
+        "number of a closure": lambda x: x * number,
+        "global number": lambda x: x * FACTOR,
+        "attribute": head,
+        "class attribute": lambda x: x * Settings.scale,
+        "deque": lambda x: x * tensors[0],
+    }[what]
+    f = gs.graphed(fn, num_warmup_iters=0)
+    x = torch.ones(2)
+    try:
+        for _ in range(3):
+            f(x)
+        assert f.stats().captures == 1
+        number, head.temperature, FACTOR, Settings.scale = 3.0, 3.0, 3.0, torch.full((2,), 3.0)
+        tensors[0] = torch.full((2,), 3.0)
+        for _ in range(3):
+            assert torch.equal(f(x), torch.full((2,), 3.0))
+        assert f.stats().captures == 2
+    finally:
+        FACTOR = 2.0
+
+
+def test_graphed_that_is_refused_for_what_it_binds_anew_leaves_it_as_it_was(context: gs.ThreadContext) -> None:
+    layer = nn.Linear(2, 2)
+    layer.register_buffer("count", torch.zeros(()))
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        layer.count = layer.count + 1
+        return layer(x) * layer.count
+
+    f = gs.graphed(fn, num_warmup_iters=1)
+    f(torch.ones(2))
+    with pytest.raises(gs.CaptureError, match="count"):
+        f(torch.ones(2))
+    assert layer.count == 1
+
+
+def test_graphed_changed_inputs_that_share_memory_are_refused(context: gs.ThreadContext) -> None:
+    x = torch.zeros(3)
+    with pytest.raises(gs.GraphsafeError, match="shares memory"):
+        gs.graphed(lambda a, b: a.add_(1) + b, num_warmup_iters=0)(x, x)
+    padded = gs.graphed(lambda a, mask: a.add_(1), num_warmup_iters=0, pad=gs.padding.Buckets((4,)))
+    with pytest.raises(gs.GraphsafeError, match="pad="):
+        padded(torch.zeros(3))
+
+
+def test_graphed_functions_and_eager_calls_let_go_of_what_nobody_holds(context: gs.ThreadContext) -> None:
+    layer = nn.Linear(6, 2)
+    f = gs.graphed(layer, num_warmup_iters=1)
+    gone = weakref.ref(f)
+    kept = [f(x).sum() for x in inputs(1)]
+    kept[0].backward()
+    f(inputs(1)[0])
+    del f
+    gc.collect()
+    assert gone() is None
+    made = gs.make_graphed_callables(nn.Linear(6, 2), (torch.zeros(4, 6),))
+    copied = copy.deepcopy(made)
+    with torch.no_grad():
+        copied.weight.zero_(), copied.bias.zero_()
+    assert torch.equal(copied(inputs(1)[0]), torch.zeros(4, 2))
+    other = copy.deepcopy(gs.graphed(layer))
+    assert torch.equal(other(inputs(1)[0]), layer(inputs(1)[0]))
+
+
+def test_graphed_tensor_subclasses_are_refused_and_equal_numbers_of_other_types_told_apart(
+    context: gs.ThreadContext,
+) -> None:
+    class Special(torch.Tensor):
+        pass
+
+    f = gs.graphed(lambda x, k=0: x * k, num_warmup_iters=0)
+    with pytest.raises(gs.GraphsafeError, match="Special"):
+        f(torch.ones(2).as_subclass(Special))
+    for k in (complex(0, 0.0), complex(0, -0.0), float("nan"), float("nan")):
+        f(torch.ones(2), k)
+    assert f.stats().captures == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import pickle
@@ -19,7 +20,9 @@ from torch.distributions import Normal
 from torch.utils.checkpoint import checkpoint
 
 import graphsafe as gs
+from graphsafe import gate, watch
 from graphsafe.recording import Checks
+from graphsafe.repairs import private
 
 from .helpers import run_threads
 
@@ -507,6 +510,62 @@ def test_an_error_of_the_functions_comes_through_after_the_restore_with_what_was
     assert any("Tensor.item" in note for note in caught.value.__notes__)
     assert sys.getprofile() is None and torch.overrides._get_current_function_mode_stack() == []
     assert gs.lint(lambda x: x + 1, x) == []
+
+
+@pytest.mark.parametrize("where", ["backward", "watch", "checks", "seat", "stack"])
+def test_lint_leaves_the_thread_as_it_was_when_it_is_interrupted(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``where``: in the profile callback as a backward ends, or at the entry of a function that would put back."""
+    layer, times = nn.Linear(4, 1), iter([True])
+
+    def backward(x: torch.Tensor) -> None:
+        layer(x + torch.rand(2, 4)).sum().backward()
+
+    def instead(*args: Any) -> Any:
+        comes = sys._getframe(1).f_code.co_name == "lint" if where == "stack" else True
+        if where == "backward":
+            comes = args[2] == "return" and args[1].f_code is args[0]._backward
+        if comes and next(times, False):
+            raise KeyboardInterrupt
+        return real(*args)
+
+    owner, name = {
+        "backward": (watch.CallWatch, "_see"),
+        "watch": (watch.CallWatch, "__exit__"),
+        "checks": (Checks, "__exit__"),
+        "seat": (gate.Scope, "__exit__"),
+        "stack": (contextlib.ExitStack, "__exit__"),
+    }[where]
+    real = getattr(owner, name)
+    before, state, modes = layer.weight.detach().clone(), torch.get_rng_state(), private.open_modes()
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, instead)
+        with pytest.raises(KeyboardInterrupt):
+            gs.lint(backward, torch.ones(2, 4))
+    assert next(times, None) is None  # the interrupt did come
+    assert private.open_modes() == modes and sys.getprofile() is None
+    assert private.multithreading_enabled()
+    assert not gate.gate_for(torch.device("cpu"))._holders
+    assert layer.weight.grad is None and torch.equal(layer.weight, before)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_lint_gives_the_generators_that_the_function_reaches_their_states_back() -> None:
+    numpy_random = pytest.importorskip("numpy").random
+    own, python = torch.Generator().manual_seed(1), random.Random(1)
+    numpy, old, system = numpy_random.default_rng(1), numpy_random.RandomState(1), random.SystemRandom()
+    given = numpy_random.Generator(numpy_random.PCG64(5))
+
+    def draws(x: torch.Tensor, options: dict[str, Any]) -> list[Any]:
+        numbers = [torch.rand((), generator=own).item(), python.gauss(0, 1), numpy.standard_normal(3).tolist()]
+        return [*numbers, old.randn(), system.random() < 2, options["generator"].random()]
+
+    gs.lint(draws, torch.ones(2), {"generator": given})
+    first = draws(torch.ones(2), {"generator": given})
+    own.manual_seed(1)
+    python.seed(1)
+    numpy, old = numpy_random.default_rng(1), numpy_random.RandomState(1)
+    given = numpy_random.Generator(numpy_random.PCG64(5))
+    assert first == draws(torch.ones(2), {"generator": given})
 
 
 def test_lint_of_what_cannot_be_called_or_inside_a_capture_is_an_error() -> None:

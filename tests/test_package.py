@@ -58,6 +58,7 @@ LAYERS = (
     "bridge",
     "memory",
     "call_buffers",
+    "cpu_buffers",
     "fast_path",
     "plans",
     "streams",

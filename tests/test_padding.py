@@ -200,3 +200,30 @@ def test_padding_traces_into_one_graph_without_a_value_read() -> None:
     torch.manual_seed(0)
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)(x, mask)
     assert all(torch.equal(a, b) for a, b in zip(expected, compiled, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"lengths": (4, "8")}, "lengths is"),
+        ({"lengths": (4.5,)}, "lengths is"),
+        ({"lengths": (True,)}, "lengths is"),
+        ({"lengths": "8"}, "lengths is"),
+        ({"lengths": 8}, "lengths is"),
+        ({"lengths": (0,)}, "positive"),
+        ({"dim": "0"}, "dim is"),
+        ({"dim": 1.0}, "dim is"),
+        ({"names": 3}, "names is"),
+        ({"names": ("tokens", 3)}, "names is"),
+    ],
+)
+def test_buckets_refuse_an_argument_of_the_wrong_type(options: dict[str, object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        padding.Buckets(**({"lengths": (4, 8)} | options))  # type: ignore[arg-type]
+
+
+def test_buckets_take_a_string_for_one_name() -> None:
+    rule = padding.Buckets((4, 8), names="ids")  # type: ignore[arg-type]
+    assert rule.names == ("ids",) and rule == padding.Buckets([8, 4][::-1], names=["ids"])  # type: ignore[arg-type]
+    _, named = rule.apply((), {"ids": torch.ones(3), "scale": torch.ones(7)})
+    assert named["ids"].shape == (4,) and named["scale"].shape == (7,) and named["mask"].sum() == 3

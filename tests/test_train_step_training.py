@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import graphsafe as gs
-from graphsafe import gate
+from graphsafe import gate, step_plans
 
 from .helpers import run_threads
 
@@ -598,6 +598,95 @@ def test_train_step_state_of_a_disabled_scaler_is_that_of_none() -> None:
     with pytest.raises(gs.GraphsafeError, match="GradScaler"):
         scaled.load_state_dict(off.state_dict())
     assert scaled.state_dict() == before  # nothing was loaded
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_train_step_state_without_gradients_clears_what_has_accumulated(mode: str, set_to_none: bool) -> None:
+    net = model()
+    step = gs.TrainStep(error(net), adamw(net), mode=mode, accumulate=2, set_to_none=set_to_none)  # type: ignore[arg-type]
+    data = batches(16)
+    with gs.thread_context("cpu", seed=1):
+        for batch in data[:12]:
+            step(*batch)
+        saved = copy.deepcopy([net.state_dict(), step.state_dict()])
+        for batch in data[12:14]:
+            step(*batch)
+        expected = copy.deepcopy(net.state_dict())
+        step(*data[14])  # half a step, which the state knows nothing of
+        net.load_state_dict(saved[0])
+        step.load_state_dict(saved[1])
+        assert all(p.grad is None if set_to_none else not p.grad.any() for p in net.parameters())
+        for batch in data[12:14]:
+            step(*batch)
+    assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), expected.values(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "rule"),
+    [
+        ("max_grad_norm", ["a", 0, True, torch.ones(1)], "a positive number, or None"),
+        ("num_warmup_iters", [None, 1.5, -1, True], "an int of at least 0"),
+        ("max_graphs", ["x", 0, True], "an int of at least 1"),
+        ("accumulate", [True, 1.5, 0], "an int of at least 1"),
+        ("scaler", [5, torch.amp.GradScaler], "a torch.amp.GradScaler, or None"),
+        ("set_to_none", ["no", None], "True or False"),
+        ("mode", [None, ["graph"]], "'graph' or 'eager'"),
+        ("outputs", [0], "'copy' or 'alias'"),
+    ],
+)
+def test_train_step_argument_of_the_wrong_type_is_refused_with_the_rule(
+    name: str, values: list[Any], rule: str
+) -> None:
+    net = model()
+    for value in values:
+        with pytest.raises(gs.GraphsafeError, match=f"{name} is .*; it is {rule}"):
+            step_plans.check_arguments(error(net), adamw(net), **{name: value})
+
+
+STATE_FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "position": (lambda state: state.update(position=1.0), "position"),
+    "num_steps": (lambda state: state.update(num_steps=-1), "num_steps"),
+    "gradients": (lambda state: state.update(gradients=5), "gradients"),
+    "no gradients": (lambda state: state.update(gradients=None), "without gradients"),
+    "a gradient's dtype": (lambda state: state["gradients"].insert(0, state["gradients"].pop(0).double()), "dtypes"),
+    "optimizer": (lambda state: state.update(optimizer=[]), "optimizer"),
+    "another optimizer": (
+        lambda state: [own.pop("step") for own in state["optimizer"]["state"].values()],
+        "does not fit",
+    ),
+    "scaler": (lambda state: state["scaler"].pop("growth_interval"), "growth_interval"),
+    "a scaler's scale": (lambda state: state["scaler"].update(scale="big"), "scale"),
+    "generator": (lambda state: state.update(generator="mine"), "generator"),
+    "a generator's dtype": (lambda state: state.update(generator=state["generator"].long()), "generator"),
+    "a generator's size": (lambda state: state.update(generator=state["generator"][:16]), "generator"),
+}
+
+
+@pytest.mark.parametrize("fault", STATE_FAULTS)
+def test_train_step_loads_nothing_of_a_state_with_a_fault(fault: str) -> None:
+    def make() -> tuple[nn.Module, gs.TrainStep]:
+        net = model()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        return net, gs.TrainStep(error(net), adamw(net, fused=True), scaler=scaler, accumulate=2)
+
+    def flat(value: Any) -> Any:
+        leaves, _ = torch.utils._pytree.tree_flatten(value)
+        return [leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+    first, second = make(), make()
+    for (_, step), number, seed in ((first, 5, 1), (second, 3, 2)):
+        with gs.thread_context("cpu", seed=seed):
+            for batch in batches(number, seed=seed):
+                step(*batch)
+    state = copy.deepcopy(first[1].state_dict())
+    assert state["position"] == 1
+    before = flat(second[1].state_dict())
+    spoil, text = STATE_FAULTS[fault]
+    spoil(state)
+    with pytest.raises(gs.GraphsafeError, match=text):
+        second[1].load_state_dict(state)
+    assert flat(second[1].state_dict()) == before
 
 
 # what cuts a run short

@@ -13,6 +13,8 @@ It rests on two facts of torch: a node's saved tensors are freed by the backward
 
 from __future__ import annotations
 
+import inspect
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
+from . import walk
 from .context import ThreadContext
 from .errors import GraphsafeError
 from .repairs import private
@@ -37,7 +40,9 @@ class Passage:
         outputs: that require grad; the caller gets them through ``cross``.
         leaves: that the function read and that require grad.
         saved: tensors from outside that the backward reads, as far as known.
-        run: computes the gradients of inputs and leaves from those of the outputs; None where there is none.
+        run: computes the gradients of inputs and leaves from ``inner`` and those of the outputs; None where there is
+            none.
+        inner: the outputs with their history, which the backward frees that may not be repeated.
     """
 
     def __init__(
@@ -45,16 +50,20 @@ class Passage:
         outputs: Sequence[torch.Tensor],
         leaves: Sequence[torch.Tensor],
         saved: Sequence[torch.Tensor],
-        run: Callable[[Gradients, tuple[bool, ...]], Gradients],
+        run: Callable[[Sequence[torch.Tensor], Gradients, tuple[bool, ...]], Gradients],
+        inner: Sequence[torch.Tensor] = (),
     ) -> None:
-        self.outputs, self.leaves, self._saved, self._run = outputs, leaves, saved, run
+        self.outputs, self.leaves, self._saved, self._run, self.inner = outputs, leaves, saved, run, inner
         self._versions = [tensor._version for tensor in saved]
         self._node: weakref.ref[Any] | None = None
 
     def cross(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The outputs, as functions of the caller's inputs and the leaves."""
-        crossed: tuple[torch.Tensor, ...] = _Bridge.apply(self, *inputs, *self.leaves)  # type: ignore[no-untyped-call]
-        self.outputs = ()
+        with torch.autograd.graph.saved_tensors_hooks(_same, _same):  # the caller's hooks have nothing to do here
+            crossed: tuple[torch.Tensor, ...] = _Bridge.apply(  # type: ignore[no-untyped-call]
+                self, *inputs, *self.leaves
+            )
+        self.outputs = self.inner = ()
         return crossed
 
     def note(self, node: Any) -> None:
@@ -67,12 +76,12 @@ class Passage:
         if node is None:
             return False
         try:
-            node.saved_tensors  # noqa: B018
+            node._raw_saved_tensors  # noqa: B018
         except RuntimeError:  # freed by its backward
             return False
         return True
 
-    def backward(self, gradients: Gradients, needed: tuple[bool, ...]) -> Gradients:
+    def backward(self, inner: Sequence[torch.Tensor], gradients: Gradients, needed: tuple[bool, ...]) -> Gradients:
         for tensor, version in zip(self._saved, self._versions, strict=True):
             if tensor._version != version:
                 raise GraphsafeError(
@@ -80,13 +89,17 @@ class Passage:
                     f"forward (version {tensor._version}, then {version}). Run the backward before the optimizer's "
                     "step, or before whatever else changes it."
                 )
-        return self._run(gradients, needed)
+        return self._run(inner, gradients, needed)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 class _Bridge(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, passage: Passage, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.save_for_backward(_FREED)
+        ctx.save_for_backward(*(passage.inner or (_FREED,)))
         ctx.set_materialize_grads(False)
         ctx.passage = passage
         passage.note(ctx)
@@ -94,7 +107,7 @@ class _Bridge(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.saved_tensors  # noqa: B018  torch's own error for a second backward
+        inner = ctx.saved_tensors  # torch's own error for a second backward
         if torch.is_grad_enabled():  # which create_graph asks for
             raise GraphsafeError(
                 "A gradient of a graphed function was asked for with create_graph=True; a captured backward has no "
@@ -103,7 +116,7 @@ class _Bridge(torch.autograd.Function):
         passage: Passage = ctx.passage
         if all(gradient is None for gradient in gradients):
             return (None,) * len(ctx.needs_input_grad)
-        return (None, *passage.backward(gradients, ctx.needs_input_grad[1:]))
+        return (None, *passage.backward(inner, gradients, ctx.needs_input_grad[1:]))
 
 
 def sequence_number() -> int:
@@ -172,6 +185,15 @@ def check_used(
         )
 
 
+class _Packed:
+    """A saved tensor, and the version it must have when it is read; None: any."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, version: int | None) -> None:
+        self.tensor, self.version = tensor, version
+
+
 class SavedTensors:
     """Notes what autograd saves in a block that is captured, and lets it be read whatever its version is by then.
 
@@ -183,23 +205,38 @@ class SavedTensors:
     """
 
     def __init__(self, outside: Iterable[torch.Tensor]) -> None:
-        dense = [tensor for tensor in outside if tensor.layout is torch.strided]
-        self._outside = {tensor.untyped_storage().data_ptr() for tensor in dense}  # views share their base's version
+        self._outside = storages(outside)  # views share their base's version
         self.found: list[torch.Tensor] = []
+        self._made: list[_Packed] = []
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
-    def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
-        if tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in self._outside:
-            self.found.append(tensor)
-            return tensor.detach(), None
+    def _pack(self, tensor: torch.Tensor) -> _Packed:
         alias = tensor.detach()
-        return alias, alias._version
+        if storages([tensor]) & self._outside:
+            self.found.append(tensor)
+            return _Packed(alias, None)
+        packed = _Packed(alias, alias._version)
+        self._made.append(packed)
+        return packed
+
+    def hand_out(self, outputs: Iterable[torch.Tensor]) -> None:
+        """These are given out as they are: their versions too are compared call by call from now on."""
+        given = storages(outputs)
+        for packed in self._made:
+            if storages([packed.tensor]) & given:
+                packed.version = None
+                self.found.append(packed.tensor)
 
 
-def _unpack(packed: tuple[torch.Tensor, int | None]) -> torch.Tensor:
-    tensor, version = packed
+def storages(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Where the memory of dense tensors begins."""
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.layout is torch.strided}
+
+
+def _unpack(packed: _Packed) -> torch.Tensor:
+    tensor, version = packed.tensor, packed.version
     if version is not None and tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
@@ -208,17 +245,39 @@ def _unpack(packed: tuple[torch.Tensor, int | None]) -> torch.Tensor:
     return tensor
 
 
+class _PerThread(threading.local):
+    """Whether this thread differentiates inside a backward of the caller's."""
+
+    def __init__(self) -> None:
+        self.inside = 0
+
+
+_per_thread = _PerThread()
+
+
+class _Hook:
+    """A leaf's gradient hook that runs in the caller's backward alone, not in the one inside of it as well."""
+
+    def __init__(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        self._hook = hook
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        return None if _per_thread.inside else self._hook(gradient)
+
+
 @contextmanager
-def without_hooks(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Set the leaves' own gradient hooks aside: they are for the caller's backward, which calls them itself."""
-    hooked = [(leaf, leaf._backward_hooks) for leaf in leaves if leaf._backward_hooks]
-    for leaf, _ in hooked:
-        leaf._backward_hooks = None
+def _hooks_once(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Gradient hooks of the leaves do nothing in this thread during the block; other threads may run them meanwhile."""
+    for leaf in leaves:
+        hooks = leaf._backward_hooks
+        for key, hook in tuple((hooks or {}).items()):
+            if not isinstance(hook, _Hook):
+                hooks[key] = _Hook(hook)  # type: ignore[index]
+    _per_thread.inside += 1
     try:
         yield
     finally:
-        for leaf, hooks in hooked:
-            leaf._backward_hooks = hooks
+        _per_thread.inside -= 1
 
 
 def differentiate(
@@ -227,7 +286,7 @@ def differentiate(
     """The gradients of those of ``sources`` that are needed; None for the rest, and where there is none."""
     pairs = [(output, gradient) for output, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
     wanted = [source for source, need in zip(sources, needed, strict=True) if need]
-    with without_hooks(wanted):
+    with _hooks_once(wanted):
         found = iter(
             torch.autograd.grad(
                 [output for output, _ in pairs],
@@ -238,6 +297,25 @@ def differentiate(
             )
         )
     return tuple(next(found) if need else None for need in needed)
+
+
+def forget_casts(device_type: str) -> None:
+    """Drop autocast's casts of weights: those of an earlier call have a history that is not this one's."""
+    if torch.is_autocast_enabled(device_type):
+        torch.clear_autocast_cache()
+
+
+def check_result(leaves: Iterable[Any]) -> None:
+    """Raise GraphsafeError where tensors are hidden in what a function returned."""
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor | int | float | complex | str | bytes | None):
+            continue
+        lazy = inspect.isgenerator(leaf) or inspect.iscoroutine(leaf) or inspect.isasyncgen(leaf)
+        if lazy or walk.tensors(leaf):
+            raise GraphsafeError(
+                f"The function returned an object of type {type(leaf).__name__}, in which no outputs are found. Return "
+                "tensors, tuples, lists, dicts or named tuples of them, or register the type with torch.utils._pytree."
+            )
 
 
 def check_changed_input(index: int, differentiable: bool) -> None:
@@ -265,10 +343,13 @@ def call_eagerly(
     if not torch.is_grad_enabled():
         args, kwargs = call.with_tensors(call.tensors)
         with context.seat(exclusive=exclusive()):
-            return fn(*args, **kwargs)
+            result = fn(*args, **kwargs)
+        check_result(private.tree_flatten(result)[0])
+        return result
     inputs = [tensor for tensor in call.tensors if tensor.requires_grad]
     given = [tensor.detach().requires_grad_() if tensor.requires_grad else tensor for tensor in call.tensors]
     args, kwargs = call.with_tensors(given)
+    forget_casts(context.device.type)
     since = sequence_number()
     versions = [-1 if tensor.is_inference() else tensor._version for tensor in given]
     with context.seat(exclusive=exclusive()):
@@ -285,6 +366,7 @@ def call_eagerly(
         if version >= 0 and tensor._version != version:
             check_changed_input(index, tensor.requires_grad)
     leaves, spec = private.tree_flatten(result)
+    check_result(leaves)
     crossing = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if not crossing:
         return result
@@ -293,12 +375,13 @@ def call_eagerly(
     sources = leaves_of(outputs, own, since)
     check_used(outputs, own, must_be_used, since)
 
-    def run(gradients: Gradients, needed: tuple[bool, ...]) -> Gradients:
+    def run(inner: Sequence[torch.Tensor], gradients: Gradients, needed: tuple[bool, ...]) -> Gradients:
         context.check_thread("A backward of the context")
         with context.seat(exclusive=exclusive()):
-            return differentiate(outputs, [*own, *sources], gradients, needed)
+            return differentiate(inner, [*own, *sources], gradients, needed)
 
-    passage = Passage([output.detach() for output in outputs], sources, (), run)
+    passage = Passage([output.detach() for output in outputs], sources, (), run, outputs)
+    del outputs, result
     for index, tensor in zip(crossing, passage.cross(inputs), strict=True):
         leaves[index] = tensor
     return private.tree_unflatten(leaves, spec)

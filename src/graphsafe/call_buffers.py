@@ -4,7 +4,7 @@ Guarantees:
 - A forward is captured once, a backward once for each set of outputs that gradients reach, each after a real one of its
   kind. The backward graphs run on what the last forward saved, in a pool that these graphs alone use.
 - Whoever holds outputs that may still be differentiated holds these buffers: ``in_flight``.
-- On CUDA a replay runs no Python of the user's. On the CPU it runs the function again, on the static inputs.
+- On CUDA a replay runs no Python of the user's. (``cpu_buffers.py`` is the same on the CPU.)
 """
 
 from __future__ import annotations
@@ -23,25 +23,28 @@ from .bridge import (
     Passage,
     SavedTensors,
     check_changed_input,
+    check_result,
     check_used,
     differentiate,
     leaves_of,
     sequence_number,
+    storages,
 )
-from .capture import Graph, capture_with_retries, checked_on_cpu
+from .capture import Graph, capture_with_retries
 from .compile_gate import CompileInCapture
 from .context import ThreadContext
-from .errors import CaptureError
+from .errors import CaptureError, require
 from .memory import Memory, refuse_rebound
-from .repairs import private, rng_positions
+from .repairs import nested_backward, private, rng_positions
 from .repairs.rng_positions import Trace
+from .sessions import watch_backwards
 from .signature import Call, StaticInputs, copied
 
 Pattern = tuple[tuple[bool, ...], tuple[bool, ...]]  # outputs with a gradient; inputs and leaves that need one
 
 
 @dataclass
-class _Backward:
+class BackwardGraph:
     """One backward graph, or None before its second call: the gradients it reads, and those it leaves."""
 
     graph: Graph | None = None
@@ -62,6 +65,7 @@ class CallBuffers:
         draws: whether a call of this signature draws random numbers.
         pool: whose memory to use; None: the context's, or one of its own where something must outlive other replays.
         must_be_used: see ``bridge.check_used``.
+        padded: the inputs that a padding rule has copied.
     """
 
     def __init__(
@@ -74,14 +78,15 @@ class CallBuffers:
         draws: bool,
         pool: tuple[int, int] | None = None,
         must_be_used: Sequence[torch.Tensor] | None = None,
+        padded: frozenset[int] = frozenset(),
     ) -> None:
         self.context, self._fn, self._roots, self.alias, self._draws = context, fn, roots, alias, draws
-        self._pool, self._must_be_used = pool, must_be_used
+        self._pool, self._must_be_used, self._padded = pool, must_be_used, padded
         self.graph: Graph | None = None
         self.has_short_way = False
         self.generation = 0  # of the outputs: grows with every replay
         self._passage: weakref.ref[Passage] | None = None
-        self._backwards: dict[Pattern, _Backward] = {}
+        self._backwards: dict[Pattern, BackwardGraph] = {}
 
     @property
     def in_flight(self) -> bool:
@@ -96,12 +101,12 @@ class CallBuffers:
 
     @property
     def num_graphs(self) -> int:
-        return (self.graph is not None) + sum(entry.graph is not None for entry in self._backwards.values())
+        return (self.graph is not None) + sum(entry.graph is not None for entry in tuple(self._backwards.values()))
 
     @property
     def num_bytes(self) -> int:
         """Of the pools, as far as these graphs' captures made them grow."""
-        graphs = [self.graph, *(entry.graph for entry in self._backwards.values())]
+        graphs = [self.graph, *(entry.graph for entry in tuple(self._backwards.values()))]
         return sum(graph.num_bytes for graph in graphs if graph is not None)
 
     def _name(self) -> str:
@@ -118,6 +123,7 @@ class CallBuffers:
         with torch.inference_mode(False):
             self.inputs = StaticInputs(call)
         self.inputs.load(call)
+        self._callers = call.tensors
         self._differentiable = tuple(
             i for i, tensor in enumerate(call.tensors) if torch.is_grad_enabled() and tensor.requires_grad
         )
@@ -125,11 +131,13 @@ class CallBuffers:
             tensor.detach().requires_grad_() if i in self._differentiable else tensor
             for i, tensor in enumerate(self.inputs.tensors)
         ]
-        if self.context.device.type == "cpu":
-            return self._check_on_cpu(call)
+        return self._capture(call, trace)
+
+    def _capture(self, call: Call, trace: Trace | None) -> Any:
         before, memory = walk.tensors(self._roots), Memory(*self._roots)
-        gradients = _Gradients(before)
-        versions = [tensor._version for tensor in self._given]
+        gradients = HeldGradients(before)
+        watched = [tensor for tensor in (*self._given, *before) if not tensor.is_inference()]
+        versions = [tensor._version for tensor in watched]
         saved = SavedTensors([*before, *self._given])
         with_gradient = torch.is_grad_enabled()
         since = sequence_number() if with_gradient else 0
@@ -150,26 +158,51 @@ class CallBuffers:
             gradients.check()
             refuse_rebound(memory)
             self._note(call, result, since, before)
-            mutated = [i for i, tensor in enumerate(self._given) if tensor._version != versions[i]]
-            self.mutated = self._checked(mutated)
+            changed = [x for x, version in zip(watched, versions, strict=True) if x._version != version]
+            self._note_changes(changed, before)
         except BaseException:
             self.close()
             raise
-        own = {tensor.untyped_storage().data_ptr() for tensor in self._given}
-        self._saved = [tensor for tensor in saved.found if tensor.untyped_storage().data_ptr() not in own]
+        saved.hand_out(self.aged)
+        own = storages(self.inputs.copied)
+        self._saved = [tensor for tensor in saved.found if not storages([tensor]) & own]
         self.graph.keep(before, self._roots, self.inputs.tensors, gradients.tensors())
         return self.replay(call, loaded=True)
 
-    def _checked(self, mutated: Sequence[int]) -> tuple[int, ...]:
-        """The inputs changed in place that are copied back: not those that are read in place anyway."""
-        for index in mutated:
-            check_changed_input(index, self._given[index].requires_grad)
-        own = {id(tensor) for tensor in self.inputs.copied}
-        return tuple(index for index in mutated if id(self.inputs.tensors[index]) in own)
+    def _note_changes(self, changed: Sequence[torch.Tensor], outside: Sequence[torch.Tensor]) -> None:
+        """What the function changed in place: inputs are to be copied back, but for those that are read in place."""
+        self.mutated: tuple[int, ...] = ()
+        for index, tensor in enumerate(self._given):
+            if not any(tensor is one for one in changed):
+                continue
+            check_changed_input(index, tensor.requires_grad)
+            if any(self.inputs.tensors[index] is one for one in self.inputs.copied):
+                self.mutated += (index,)
+        if self.mutated:
+            self._check_apart(outside)
+        own = storages(self.inputs.copied)
+        self._changed = [tensor for tensor in changed if not storages([tensor]) & own]
+        self._callers = ()
+
+    def _check_apart(self, outside: Sequence[torch.Tensor]) -> None:
+        """Raise where an input that is changed in place shares memory with what would not see the change."""
+        for index in self.mutated:
+            require(
+                index not in self._padded,
+                f"The function changes its input {index} in place, which pad= has copied, so nobody sees it. "
+                "Return the new value, or do not pad that input (Buckets(names=...)).",
+            )
+            others = [x for i, x in enumerate(self._callers) if i != index]
+            require(
+                not storages([self._callers[index]]) & storages([*others, *outside]),
+                f"The function changes its input {index} in place, which shares memory with another input or with a "
+                "tensor that it reads from outside; a graph has its own copy of each input. Pass it once, or a clone.",
+            )
 
     def _note(self, call: Call, result: Any, since: int, before: Sequence[torch.Tensor]) -> None:
         """What the captured call returned, and what it depends on."""
         self.leaves, self.spec = private.tree_flatten(result)
+        check_result(self.leaves)
         self.given = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
         self._crossing = [i for i, x in enumerate(self.leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
         if not torch.is_grad_enabled():
@@ -178,22 +211,22 @@ class CallBuffers:
         self._sources = leaves_of(self._outputs, self._given, since, before)
         check_used(self._outputs, self._wanted(), self._must_be_used, since)
         self.static = [leaf for leaf in self.given if isinstance(leaf, torch.Tensor)]
-        known = {tensor.untyped_storage().data_ptr() for tensor in (*before, *self._given) if _is_dense(tensor)}
-        self._made = [x for x in self.static if _is_dense(x) and x.untyped_storage().data_ptr() not in known]
+        known = storages([*before, *self._given])
+        self._made = [x for x in self.static if storages([x]) and not storages([x]) & known]
         self.aged = [tensor for tensor in self._made if self.alias and not tensor.is_inference()]
         self.memory = Memory(*self._roots)
+        self.training = self.memory.training()
 
     def replay(self, call: Call, *, loaded: bool = False) -> Any:
         """Run for one more call. Returns its result."""
         if not loaded:
             self.inputs.load(call)
-        if self.graph is None:
-            return self._run_on_cpu(call)
+        assert self.graph is not None
         self._forward_offset = self.context.generator.get_offset()
         self.graph.replay()
         self.copy_back(call)
         self.age()
-        return self._give_out(call, self.leaves, self._outputs, self._differentiate)
+        return self._give_out(call, self.leaves, self._saved, self._differentiate)
 
     def copy_back(self, call: Call) -> None:
         """Give the caller's tensors what the function changed in place."""
@@ -206,18 +239,22 @@ class CallBuffers:
     def age(self) -> None:
         """Have autograd, and a debug run, know that aliases given out before are out of date."""
         self.generation += 1
-        if self.aged:
-            torch.autograd.graph.increment_version(self.aged)
+        if self.aged or self._changed:
+            torch.autograd.graph.increment_version([*self.aged, *self._changed])
 
     def _give_out(
-        self, call: Call, leaves: Sequence[Any], outputs: Sequence[torch.Tensor], run: Callable[..., Gradients]
+        self,
+        call: Call,
+        leaves: Sequence[Any],
+        saved: Sequence[torch.Tensor],
+        run: Callable[..., Gradients],
+        inner: Sequence[torch.Tensor] = (),
     ) -> Any:
         given = [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]
         if not self.alias:
             given = copied(given)
-        if outputs:
-            saved = self._saved if self.graph is not None else ()
-            passage = Passage([given[i] for i in self._crossing], self._sources, saved, run)
+        if self._crossing:
+            passage = Passage([given[i] for i in self._crossing], self._sources, saved, run, inner)
             self._passage = weakref.ref(passage)
             crossed = passage.cross([call.tensors[i] for i in self._differentiable])
             for index, tensor in zip(self._crossing, crossed, strict=True):
@@ -226,12 +263,14 @@ class CallBuffers:
 
     # the backward
 
-    def _differentiate(self, gradients: Gradients, needed: tuple[bool, ...]) -> Gradients:
+    def _differentiate(
+        self, inner: Sequence[torch.Tensor], gradients: Gradients, needed: tuple[bool, ...]
+    ) -> Gradients:
         self.context.check_thread("A backward through a graph of the context")
         pattern: Pattern = (tuple(gradient is not None for gradient in gradients), needed)
         entry = self._backwards.get(pattern)
         if entry is None or self.graph is None or self.graph.closed or gate.capturing() is not None:
-            entry = self._backwards.setdefault(pattern, _Backward())
+            entry = self._backwards.setdefault(pattern, BackwardGraph())
             return _own(self._differentiate_traced(entry, gradients, needed))
         present = [gradient for gradient in gradients if gradient is not None]
         if entry.graph is None:
@@ -241,7 +280,7 @@ class CallBuffers:
         entry.graph.replay()
         return _own(entry.left)
 
-    def _differentiate_traced(self, entry: _Backward, gradients: Gradients, needed: tuple[bool, ...]) -> Gradients:
+    def _differentiate_traced(self, entry: BackwardGraph, gradients: Gradients, needed: tuple[bool, ...]) -> Gradients:
         with self.context.seat(exclusive=self._draws):
             assert self.context.device.index is not None
             with rng_positions.tracing(self.context.device.index, self._forward_offset) as entry.trace:
@@ -257,7 +296,7 @@ class CallBuffers:
         return [self._given[i] for i in self._differentiable]
 
     def _capture_backward(
-        self, entry: _Backward, present: list[torch.Tensor], gradients: Gradients, needed: tuple[bool, ...]
+        self, entry: BackwardGraph, present: list[torch.Tensor], gradients: Gradients, needed: tuple[bool, ...]
     ) -> Gradients:
         given = tuple(torch.empty_like(gradient) for gradient in present)
         torch._foreach_copy_(list(given), present)
@@ -282,98 +321,39 @@ class CallBuffers:
         graph.replay()
         return _own(result)
 
-    # the CPU
-
-    def _check_on_cpu(self, call: Call) -> Any:
-        before, memory = walk.tensors(self._roots), Memory(*self._roots)
-        gradients = _Gradients(before)
-        values = [(tensor, tensor.clone()) for tensor in before if _is_dense(tensor)]
-        versions = [tensor._version for tensor in self._given]
-        since = sequence_number() if torch.is_grad_enabled() else 0
-        args, kwargs = call.with_tensors(self._given)
-        try:
-            with checked_on_cpu(self.context):
-                result = self._fn(*args, **kwargs)
-            gradients.check()
-            refuse_rebound(memory)
-            self._note(call, result, since, before)
-            mutated = [i for i, tensor in enumerate(self._given) if tensor._version != versions[i]]
-            self.mutated = self._checked(mutated)
-        except BaseException:
-            gradients.restore()
-            with torch.no_grad():
-                for tensor, value in values:
-                    if not torch.equal(tensor, value):  # not every operator that writes says so by its version
-                        tensor.copy_(value)
-            raise
-        return self._finish_on_cpu(call, self.leaves)
-
-    def _run_on_cpu(self, call: Call) -> Any:
-        args, kwargs = call.with_tensors(self._given)
-        with self.context.seat(exclusive=self._draws):
-            result = self._fn(*args, **kwargs)
-        leaves, self.spec = private.tree_flatten(result)
-        self._crossing = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
-        if not torch.is_grad_enabled():
-            self._crossing = []
-        self.context.counters.replays += 1
-        if not self.memory.holds():  # what the run itself has put into a container
-            self.memory = Memory(*self._roots)
-        return self._finish_on_cpu(call, leaves)
-
-    def _finish_on_cpu(self, call: Call, leaves: list[Any]) -> Any:
-        outputs = [leaves[i] for i in self._crossing]
-        self.copy_back(call)
-        self.age()
-        tensors = [x.detach() for x in leaves if isinstance(x, torch.Tensor)]
-        if self.alias and leaves is not self.leaves and len(tensors) == len(self.static):
-            with torch.no_grad():
-                for held, value in zip(self.static, tensors, strict=True):
-                    if any(held is made for made in self._made):
-                        held.copy_(value)
-            left = iter(self.static)
-            leaves = [next(left) if isinstance(x, torch.Tensor) else x for x in leaves]
-
-        def run(gradients: Gradients, needed: tuple[bool, ...]) -> Gradients:
-            self.context.check_thread("A backward through a graph of the context")
-            pattern: Pattern = (tuple(gradient is not None for gradient in gradients), needed)
-            if pattern in self._backwards or gate.capturing() is not None:
-                return self._differentiate_eagerly(outputs, gradients, needed)
-            with checked_on_cpu(self.context):
-                found = differentiate(outputs, [*self._wanted(), *self._sources], gradients, needed)
-            self._backwards[pattern] = _Backward()
-            return found
-
-        return self._give_out(call, leaves, outputs, run)
-
     def close(self) -> None:
         """Let the graphs go."""
-        for graph in (self.graph, *(entry.graph for entry in self._backwards.values())):
+        for graph in (self.graph, *(entry.graph for entry in tuple(self._backwards.values()))):
             if graph is not None:
                 graph.close()
         self._backwards.clear()
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided
-
-
-class _Gradients:
-    """The gradients that hang on leaves, to see whether a function makes or changes them itself."""
+class HeldGradients:
+    """Sees whether a function runs a backward of its own, and takes back the gradients that it made."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         leaves = [tensor for tensor in tensors if tensor.is_leaf and tensor.requires_grad]
         self._held = [(x, x.grad, -1 if x.grad is None else x.grad._version) for x in leaves]
+        watch_backwards()
+        self._count = nested_backward.accumulations()
 
     def check(self) -> None:
-        if all(x.grad is held and (held is None or held._version == version) for x, held, version in self._held):
-            return
-        self.restore()
-        raise _ran_a_backward()
+        """Raise CaptureError where this thread has run a backward; another's, on leaves that are shared, is its own."""
+        if self._made_here():
+            self.restore()
+            raise _ran_a_backward()
+
+    def _made_here(self) -> bool:
+        count = nested_backward.accumulations()
+        if count is not None and self._count is not None:
+            return count != self._count
+        return any(x.grad is not held or (held is not None and held._version != v) for x, held, v in self._held)
 
     def restore(self) -> None:
-        for tensor, gradient, _ in self._held:
-            tensor.grad = gradient
+        if self._made_here():
+            for tensor, gradient, _ in self._held:
+                tensor.grad = gradient
 
     def tensors(self) -> list[torch.Tensor]:
         return [gradient for _, gradient, _ in self._held if gradient is not None]

@@ -33,6 +33,7 @@ from .sessions import CpuSession, CudaSession, Session
 NUM_RETRIES = 3
 FIRST_PAUSE_S = 0.05  # between a capture that foreign work broke and the next; four times longer each time
 
+_OWN_REFERENCES = 3  # to a frame's dict of variables: the frame's, that of the code which looks, and its argument
 _NOT_THE_USERS = frozenset({__file__, contextlib.__file__})
 
 
@@ -144,9 +145,11 @@ def _users_frame() -> FrameType:
 def _reach(frame: FrameType) -> tuple[dict[str, Any], dict[str, Any]]:
     """A frame's variables, and the globals that its code names."""
     named = {name: frame.f_globals[name] for name in frame.f_code.co_names if name in frame.f_globals}
-    variables = dict(frame.f_locals)
-    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(frame.f_locals) is dict:
-        frame.f_locals.clear()  # before Python 3.13 a function's frame keeps this copy, and so all that was in it
+    found = frame.f_locals
+    variables = dict(found)
+    copied = bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED) and type(found) is dict
+    if copied and sys.getrefcount(found) <= _OWN_REFERENCES:  # else the user has it from locals()
+        found.clear()  # before Python 3.13 a function's frame keeps this copy, and so all that was in it
     return variables, named
 
 

@@ -192,6 +192,11 @@ class UnsupportedTorchError(GraphsafeError):
         )
 
 
+def is_count(value: object, least: int) -> bool:
+    """Whether an argument is an int of at least ``least``."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def require(right: bool, text: str) -> None:
     """Raise GraphsafeError with ``text`` unless ``right``."""
     if not right:

@@ -25,12 +25,13 @@ from .bridge import call_eagerly
 from .call_buffers import CallBuffers
 from .compile_gate import CompileInCapture
 from .context import ThreadContext, active_contexts
-from .errors import GraphsafeError, NoContextError, ShapeMismatchError, require
+from .cpu_buffers import CpuBuffers
+from .errors import NoContextError, ShapeMismatchError, is_count, require
 from .failures import warn
 from .fast_path import MISS, FastPath
 from .memory import MAX_STALE
 from .padding import Buckets
-from .plans import GraphedStats, PerThread, Plan, State
+from .plans import GraphedStats, PerThread, Plan, State, check_aliases
 from .repairs import private, rng_positions
 from .signature import Call, differs, read_leaves
 from .streams import on_own_stream
@@ -54,8 +55,8 @@ class GraphedCallable:
     ) -> None:
         for name, value, right, rule in (
             ("fn", fn, callable(fn), "a function or a module"),
-            ("num_warmup_iters", num_warmup_iters, num_warmup_iters >= 0, "at least 0"),
-            ("max_graphs", max_graphs, max_graphs >= 1, "at least 1"),
+            ("num_warmup_iters", num_warmup_iters, is_count(num_warmup_iters, 0), "an int of at least 0"),
+            ("max_graphs", max_graphs, is_count(max_graphs, 1), "an int of at least 1"),
             ("on_mismatch", on_mismatch, on_mismatch in ("capture", "eager", "error"), "'capture', 'eager' or 'error'"),
             ("outputs", outputs, outputs in ("copy", "alias"), "'copy' or 'alias'"),
             ("pad", pad, pad is None or isinstance(pad, Buckets), "a graphsafe.padding.Buckets, or None"),
@@ -64,6 +65,7 @@ class GraphedCallable:
         if isinstance(fn, types.FunctionType):
             functools.update_wrapper(self, fn)
         self._fn, self._pad = fn, pad
+        self._arguments: tuple[Any, ...] = (fn, num_warmup_iters, max_graphs, on_mismatch, outputs, pad)
         self._num_warmup_iters, self._max_graphs = num_warmup_iters, max_graphs
         self._on_mismatch, self._alias = on_mismatch, outputs == "alias"
         self._debug = self._alias and os.environ.get("GRAPHSAFE_DEBUG", "0") not in ("", "0")
@@ -97,7 +99,9 @@ class GraphedCallable:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         require(not self._closed, f"{self._name} was closed; make a new graphed function.")
+        callers: set[int] | None = None
         if self._pad is not None:
+            callers = set(map(id, private.tree_flatten((args, kwargs))[0]))
             args, kwargs = self._pad.apply(args, kwargs)
         if gate.capturing() is not None or torch.compiler.is_dynamo_compiling():
             return self._fn(*args, **kwargs)  # part of the outer graph
@@ -105,22 +109,23 @@ class GraphedCallable:
         context = self._context(leaves)
         state = self._state(context)
         odd = [leaf for leaf in leaves if not isinstance(leaf, _PLAIN)]
-        if state.modules is None:
+        if state.modules is None or not state.live():  # until something is captured the function may still change
             state.modules = walk.modules(self._fn)
         call = read_leaves(leaves, spec, context.device, [*state.modules, *(walk.modules(*odd) if odd else ())])
         self._check_call(call)
         if self._debug:
-            _check_aliases(call)
+            check_aliases(call)
         plan = self._plan(state, call)
-        return on_own_stream(context, lambda: self._serve(state, plan, call, (self._fn, *odd)))
+        padded = frozenset(i for i, x in enumerate(call.tensors) if callers is not None and id(x) not in callers)
+        return on_own_stream(context, lambda: self._serve(state, plan, call, (self._fn, *odd), padded))
 
-    def _serve(self, state: State, plan: Plan, call: Call, roots: tuple[Any, ...]) -> Any:
+    def _serve(self, state: State, plan: Plan, call: Call, roots: tuple[Any, ...], padded: frozenset[int]) -> Any:
         if not plan.admitted:
             return self._eager(state, plan, call)
         mine = plan.buffers.get(call.slots, [])
         free = next((one for one in mine if not one.in_flight), None)
         if free is not None:
-            if not free.memory.holds():
+            if not free.memory.holds() or free.memory.training() != free.training:
                 self._drop(state, plan, free)
                 return self._eager(state, plan, call)
             plan.used = True
@@ -129,10 +134,11 @@ class GraphedCallable:
             return self._given(free, free.replay(call))
         if plan.calls < self._num_warmup_iters or self._is_crowded(plan, mine):
             return self._eager(state, plan, call)
-        return self._capture(state, plan, call, roots)
+        return self._capture(state, plan, call, roots, padded)
 
-    def _capture(self, state: State, plan: Plan, call: Call, roots: tuple[Any, ...]) -> Any:
-        buffers = CallBuffers(
+    def _capture(self, state: State, plan: Plan, call: Call, roots: tuple[Any, ...], padded: frozenset[int]) -> Any:
+        kind = CpuBuffers if state.context.device.type == "cpu" else CallBuffers
+        buffers = kind(
             state.context,
             self._fn,
             roots,
@@ -140,6 +146,7 @@ class GraphedCallable:
             draws=plan.draws is not False,
             pool=self._pool(state.context),
             must_be_used=self._must_be_used(),
+            padded=padded,
         )
         try:
             result = buffers.capture(call, plan.trace)
@@ -201,7 +208,7 @@ class GraphedCallable:
             context.register(state)
             with self._lock:
                 self._states.add(state)
-                weakref.finalize(state, self._note_end, state.counts).atexit = False
+                weakref.finalize(state, _note_end, weakref.ref(self), state.counts).atexit = False
         elif state.epoch != self._epoch:
             state.drop()
             state.epoch = self._epoch
@@ -305,8 +312,9 @@ class GraphedCallable:
                 total.num_bytes += sum(one.num_bytes for one in live)
         return total
 
-    def _note_end(self, counts: GraphedStats) -> None:
-        self._ended.add(counts)  # called by a finaliser, which may interrupt anything: no lock
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, and what unpickles, is a graphed function without graphs."""
+        return type(self), self._arguments
 
     @property
     def _name(self) -> str:
@@ -319,14 +327,11 @@ class GraphedCallable:
         return self._fn
 
 
-def _check_aliases(call: Call) -> None:
-    for index, tensor in enumerate(call.tensors):
-        mark = getattr(tensor, "_graphsafe_alias", None) or getattr(tensor._base, "_graphsafe_alias", None)
-        if mark is not None and mark[0].generation != mark[1]:
-            raise GraphsafeError(
-                f"Input {index} is an output of an earlier call that a later one has overwritten (outputs='alias'). "
-                "clone() it before that call, or use outputs='copy'."
-            )
+def _note_end(function: weakref.ref[GraphedCallable], counts: GraphedStats) -> None:
+    """A finaliser, which may interrupt anything: no lock."""
+    owner = function()
+    if owner is not None:
+        owner._ended.add(counts)
 
 
 @overload

@@ -76,6 +76,8 @@ def _graphed(fn: Any, sample: tuple[Any, ...], num_warmup_iters: int, allow_unus
     graphed = _Sampled(original, sample, num_warmup_iters, allow_unused, pool, fn)
 
     def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if module is not fn:  # a deep copy, with weights of its own
+            return getattr(original, "__func__", type(module).forward)(module, *args, **kwargs)
         return (graphed if module.training == training else original)(*args, **kwargs)
 
     fn.forward = types.MethodType(forward, fn)
@@ -95,6 +97,7 @@ class _Sampled(GraphedCallable):
         module: torch.nn.Module | None = None,
     ) -> None:
         super().__init__(fn, num_warmup_iters)
+        self._arguments = (fn, sample, num_warmup_iters, allow_unused, pool, module)
         leaves, _ = private.tree_flatten(sample)
         odd = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, torch.Tensor)]
         require(not odd, f"sample_args holds {odd}; it holds tensors alone. Use graphsafe.graphed for other arguments.")

@@ -97,33 +97,59 @@ def lint(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Finding]:
     require(own is not None or callable(fn), f"lint() takes a function and got {type(fn).__name__}.")
     require(gate.capturing() is None, "lint() was called inside a capture. Call it before.")
     call: Callable[..., Any] = fn if own is None else own(fn)
-    with ExitStack() as stack:
-        roots = (fn, call)
-        stack.enter_context(_seat(_CPU))  # before a look at what another thread's lint may be changing
-        on_cuda = {tensor.device for tensor in walk.tensors(*roots, args, kwargs) if tensor.device.type == "cuda"}
-        devices = [_CPU, *_cuda_devices(on_cuda)]
-        for device in devices[1:]:
-            stack.enter_context(_seat(device))
-        before = Snapshot(roots, (args, kwargs), devices)
-        stack.callback(before.restore)
-        generators = map(private.default_generator, devices)
-        placement = Placement(real=bool(on_cuda), home=before.tensors)
-        checks = _LintChecks(generators, placement, managed=own is not None)
-        watch = CallWatch(checks.found_call, checks.saw_memory, checks.functions)
-        try:
-            with torch.autograd.set_multithreading_enabled(False), checks, watch:
-                call(*args, **kwargs)
-        except BaseException as exc:
-            for finding in checks.findings.values():
-                exc.add_note(f"graphsafe.lint had found: {finding}")
-            raise
+    stack = ExitStack()
+    try:
+        with stack:
+            return _lint(stack, fn, call, args, kwargs, managed=own is not None)
+    finally:
+        stack.close()  # nothing is left to do, unless an interrupt kept `with` from it
+
+
+def _lint(
+    stack: ExitStack, fn: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, managed: bool
+) -> list[Finding]:
+    roots = (fn, call)
+    _take_seat(stack, _CPU)  # before a look at what another thread's lint may be changing
+    on_cuda = {tensor.device for tensor in walk.tensors(*roots, args, kwargs) if tensor.device.type == "cuda"}
+    devices = [_CPU, *_cuda_devices(on_cuda)]
+    for device in devices[1:]:
+        _take_seat(stack, device)
+    before = Snapshot(roots, (args, kwargs), devices)
+    stack.callback(before.restore)
+    generators = map(private.default_generator, devices)
+    placement = Placement(real=bool(on_cuda), home=before.tensors)
+    checks = _LintChecks(generators, placement, managed=managed)
+    watch = CallWatch(checks.found_call, checks.saw_memory, checks.functions)
+    _leave_as_found(stack, checks, watch)
+    try:
+        with torch.autograd.set_multithreading_enabled(False), checks, watch:
+            call(*args, **kwargs)
+    except BaseException as exc:
+        for finding in checks.findings.values():
+            exc.add_note(f"graphsafe.lint had found: {finding}")
+        raise
     return list(checks.findings.values())
 
 
-def _seat(device: torch.device) -> gate.Scope:
-    """An exclusive seat, with this thread's context's generator where there is one."""
+def _leave_as_found(stack: ExitStack, checks: Checks, watch: CallWatch) -> None:
+    """Have ``stack`` leave what an interrupt may keep ``with`` from leaving: the watch, and all modes of the thread."""
+    modes = private.open_modes()
+
+    def leave_modes(_: object, exc: BaseException | None, __: object) -> None:
+        private.leave_modes(modes, with_flags=exc is not None and not isinstance(exc, Exception))
+
+    stack.callback(torch.autograd.set_multithreading_enabled, private.multithreading_enabled())
+    stack.push(leave_modes)
+    stack.callback(lambda: checks._stack.close())
+    stack.callback(watch.__exit__)
+
+
+def _take_seat(stack: ExitStack, device: torch.device) -> None:
+    """Take an exclusive seat, with this thread's context's generator where there is one."""
     context = next((context for context in active_contexts() if context.device == device), None)
-    return (gate.gate_for(device) if context is None else context).seat(exclusive=True)
+    one = gate.gate_for(device)
+    stack.callback(gate.abandon, one, tuple(gate._held()))  # where an interrupt keeps the seat from being given back
+    stack.enter_context((one if context is None else context).seat(exclusive=True))
 
 
 def _cuda_devices(reached: set[torch.device]) -> list[torch.device]:

@@ -127,23 +127,62 @@ class Loop:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what ``state_dict()`` returned, or raise GraphsafeError before anything is loaded."""
-        parameters, gradients = self.control.parameters, state["gradients"]
-        pairs = list(zip(parameters, gradients or (), strict=False))
-        fits = gradients is None or len(gradients) == len(parameters)
-        fits = fits and all(gradient is None or gradient.shape == parameter.shape for parameter, gradient in pairs)
-        require(fits, "The state's gradients are those of another model: their number or shapes differ.")
-        enabled = self.scaler is not None and self.scaler.is_enabled()
-        alike = enabled == bool(state["scaler"])  # a disabled one has an empty state
-        require(alike, "One of the state and this TrainStep has a GradScaler and the other has none: make them alike.")
+        """Load what ``state_dict()`` returned; a state without gradients clears those that have accumulated.
+
+        Raises:
+            GraphsafeError: by ``check_state()``, or the optimizer's part does not fit. Nothing was loaded.
+        """
+        self.check_state(state)
+        optimizer, scaler, gradients = self.control.optimizer, self.scaler, state["gradients"]
+        before = optimizer.state, optimizer.param_groups
         try:
-            self.control.optimizer.load_state_dict(state["optimizer"])
-        except ValueError as exc:
-            raise GraphsafeError(f"The state's optimizer does not fit this one ({exc}). Nothing was loaded.") from exc
+            optimizer.load_state_dict(state["optimizer"])
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as exc:
+            optimizer.state, optimizer.param_groups = before  # some look at it only once they have it
+            why = f"{type(exc).__name__}: {exc}"
+            raise GraphsafeError(f"The state's optimizer does not fit this one ({why}). Nothing was loaded.") from exc
+        if scaler is not None and scaler.is_enabled():
+            scaler.load_state_dict(state["scaler"])
+        for index, parameter in enumerate(self.control.parameters):
+            if gradients is not None:
+                gradient = gradients[index]
+                parameter.grad = None if gradient is None else gradient.detach().clone().to(parameter.device)
+            elif self.set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach().zero_()
+
+    def check_state(self, state: Any) -> None:
+        """Raise GraphsafeError where a state, TrainStep's counters included, is not one that may be loaded here."""
+        require(
+            isinstance(state, dict), f"The state is {type(state).__name__}; it is what TrainStep.state_dict() returned."
+        )
+        missing = sorted({"optimizer", "scaler", "gradients", "position", "num_steps", "generator"} - state.keys())
+        require(not missing, f"The state lacks {missing}; it is what TrainStep.state_dict() returned.")
+        position, num_steps, gradients = state["position"], state["num_steps"], state["gradients"]
+        require(_is_count(position), f"The state's position is {position!r}; it is a number of micro-batches.")
+        require(_is_count(num_steps), f"The state's num_steps is {num_steps!r}; it is a number of steps.")
+        fits = position < self.accumulate
+        require(fits, f"The state is {position} micro-batches into a step of {self.accumulate}.")
+        require(position == 0 or gradients is not None, f"The state is {position} micro-batches in, without gradients.")
+        parameters = self.control.parameters
+        fits = gradients is None or (isinstance(gradients, list | tuple) and len(gradients) == len(parameters))
+        fits = fits and all(map(_may_be_gradient, gradients or (), parameters))
+        require(fits, "The state's gradients are those of another model: their number, shapes or dtypes differ.")
+        optimizer, scaler = state["optimizer"], state["scaler"]
+        fits = isinstance(optimizer, dict) and {"state", "param_groups"} <= optimizer.keys()
+        require(
+            fits, "The state's optimizer is no dict with state and param_groups, which Optimizer.state_dict() gives."
+        )
+        enabled = self.scaler is not None and self.scaler.is_enabled()
+        alike = enabled == bool(scaler)  # a disabled one has an empty state
+        require(alike, "One of the state and this TrainStep has a GradScaler and the other has none: make them alike.")
         if self.scaler is not None and enabled:
-            self.scaler.load_state_dict(state["scaler"])
-        for parameter, gradient in pairs:
-            parameter.grad = None if gradient is None else gradient.detach().clone().to(parameter.device)
+            own = self.scaler.state_dict()
+            wrong = [key for key in own if not isinstance(scaler, dict) or not _is_number(scaler.get(key))]
+            require(not wrong, f"The state's scaler has no numbers {wrong}, which GradScaler.state_dict() gives.")
+        if state["generator"] is not None:
+            check_rng_state(state["generator"], self.control.device)
 
     # gradients around a graph
 
@@ -246,6 +285,13 @@ class Loop:
         others = [p for module in modules for p in module.parameters(recurse=False)]
         return {p: p.grad for p in [*self.control.parameters, *others]}
 
+    def gradients_kept(self, modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
+        """Parameters whose gradients a step neither makes nor takes away: it adds to them in place."""
+        own = self.control.parameters
+        known = set(map(id, own))
+        others = [p for p in self.gradients(modules) if id(p) not in known and p.requires_grad]
+        return others if self.set_to_none else [*own, *others]
+
     def only(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether exactly these have a gradient now."""
         present = self.with_gradient()
@@ -271,6 +317,35 @@ def _restore(table: dict[str, Any], entries: dict[str, Any]) -> None:
     if len(table) != len(entries) or any(table.get(key) is not value for key, value in entries.items()):
         table.clear()
         table.update(entries)
+
+
+def check_rng_state(state: Any, device: torch.device) -> None:
+    """Raise GraphsafeError where a state is not one of a generator on ``device``."""
+    why = f"it is {type(state).__name__}"
+    if isinstance(state, torch.Tensor):
+        try:
+            torch.Generator(device).set_state(state.cpu())
+            return
+        except (RuntimeError, TypeError) as exc:  # its dtype, its size, or what it says
+            why = str(exc).partition("\n")[0]
+    raise GraphsafeError(
+        f"The state's generator is not one's state on {device}, which Generator.get_state() gives: {why}."
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _may_be_gradient(gradient: Any, parameter: torch.Tensor) -> bool:
+    if not isinstance(gradient, torch.Tensor):
+        return gradient is None
+    dtypes = (parameter.dtype, getattr(parameter, "grad_dtype", None))  # by name from torch 2.10 on
+    return gradient.shape == parameter.shape and gradient.dtype in dtypes
 
 
 def _described(result: Any) -> str:

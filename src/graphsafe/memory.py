@@ -60,6 +60,12 @@ class _Registrations:
 _registrations = _Registrations()
 
 
+def _alike(now: Any, then: Any) -> bool:
+    if now is then:
+        return True
+    return type(now) is type(then) and isinstance(then, int | float | complex | str | bytes) and bool(now == then)
+
+
 class Memory:
     """Where the tensors that ``roots`` reach hang and lie.
 
@@ -74,12 +80,14 @@ class Memory:
         self._epoch, self._calls = (_registrations.count, RemovableHandle.next_id), 0
         found = walk.trace(*roots)
         self._held = True
-        self._is_empty = not (found.tensors or found.modules or found.edges)
+        self._is_empty = not (found.tensors or found.modules or found.edges or found.values or found.fixed)
         self.tensors = [tensor for tensor in found.tensors if tensor.layout is torch.strided]
         self.modules = found.modules
         self._variables = found.variables
-        self._all = [edge for edge in found.edges if not isinstance(edge[0], CellType)]
-        cells = [edge for edge in found.edges if isinstance(edge[0], CellType)]
+        quick = [*found.edges, *found.values]
+        self._all = [edge for edge in (*quick, *found.fixed) if not isinstance(edge[0], CellType)]
+        cells = [edge for edge in quick if isinstance(edge[0], CellType)]
+        self._fixed_cells = [edge for edge in found.fixed if isinstance(edge[0], CellType)]
         self._cells, self._contents = [cell for cell, _, _ in cells], [child for _, _, child in cells]
         tables = [t for module in found.modules for t in (module._parameters, module._buffers, module._modules)]
         self._hooks = [
@@ -94,7 +102,7 @@ class Memory:
         states = [entry for optimizer in optimizers for entry in optimizer.state.values()]
         announced = {id(module._modules) for module in found.modules}
         announced |= set(map(id, states)) | {id(optimizer.state) for optimizer in optimizers}
-        often = [edge for edge in self._all if id(edge[0]) not in announced]
+        often = [edge for edge in quick if id(edge[0]) not in announced and not isinstance(edge[0], CellType)]
         self._containers, self._keys = [edge[0] for edge in often], [edge[1] for edge in often]
         self._children = [edge[2] for edge in often]
         in_states = {id(value) for entry in states for value in entry.values()}
@@ -106,7 +114,7 @@ class Memory:
         self._addresses = list(map(torch.Tensor.data_ptr, self._pointed))
         self._indices = list(range(len(self._pointed)))
         self._kinds = [(tensor.shape, tensor.dtype, tensor.stride()) for tensor in self.tensors]
-        self._num_hooks = self._count_hooks()
+        self._hooks_then = self._hooks_now()
         self._training = [module.__dict__ for module in found.modules if "training" in module.__dict__]
 
     def holds(self) -> bool:
@@ -118,8 +126,8 @@ class Memory:
         everything = epoch != self._epoch or self._calls % CHECK_ALL_EVERY == 0
         try:
             held = (
-                all(map(is_, map(getitem, self._containers, self._keys), self._children))
-                and all(map(is_, map(_content, self._cells), self._contents))
+                (all(map(is_, map(getitem, self._containers, self._keys), self._children)) or self._hang_alike())
+                and (all(map(is_, map(_content, self._cells), self._contents)) or self._contain_alike())
                 and private.data_pointers_equal(self._pointed, self._addresses, self._indices)
                 and list(map(_requires_grad, self._trainable)) == self._flags
                 and all(map(is_, map(_gradient, self._parameters), self._gradients))
@@ -130,20 +138,36 @@ class Memory:
         self._epoch, self._held = epoch, held
         return held
 
+    def _hang_alike(self) -> bool:
+        """Whether what hangs there is the same or, of numbers and strings, equal."""
+        for index, (container, key) in enumerate(zip(self._containers, self._keys, strict=True)):
+            if not _alike(container[key], self._children[index]):
+                return False
+            self._children[index] = container[key]
+        return True
+
+    def _contain_alike(self) -> bool:
+        for index, cell in enumerate(self._cells):
+            if not _alike(cell.cell_contents, self._contents[index]):
+                return False
+            self._contents[index] = cell.cell_contents
+        return True
+
     def _holds_wholly(self) -> bool:
         return (
-            all(container[key] is child for container, key, child in self._all)
+            all(_alike(container[key], child) for container, key, child in self._all)
+            and all(cell.cell_contents is child for cell, _, child in self._fixed_cells)
             and all(len(container) == size for container, size in self._sizes)
             and [(tensor.shape, tensor.dtype, tensor.stride()) for tensor in self.tensors] == self._kinds
-            and self._count_hooks() == self._num_hooks
+            and self._hooks_now() == self._hooks_then
         )
 
-    def _count_hooks(self) -> list[int]:
-        counts = list(map(len, self._hooks))
+    def _hooks_now(self) -> list[tuple[int, ...]]:
+        numbers = list(map(tuple, self._hooks))
         for tensor in self._trainable:
             for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-                counts.append(len(getattr(tensor, name, None) or ()))
-        return counts
+                numbers.append(tuple(getattr(tensor, name, None) or ()))
+        return numbers
 
     def rebound(self) -> str | None:
         """The name of a variable, an attribute or a part of a module that is another object now, if there is one."""
@@ -155,6 +179,14 @@ class Memory:
                 return repr(key)
         return None
 
+    def put_back(self) -> None:
+        """Have variables, attributes and parts of modules be what they were."""
+        for container, key, child in self._variables:
+            if isinstance(container, CellType):
+                container.cell_contents = child
+            elif isinstance(container, dict) and container.get(key) is not child:
+                container[key] = child
+
     def changed(self) -> str:
         """What is no longer there, in words."""
         for container, key, child in self._all:
@@ -162,7 +194,7 @@ class Memory:
                 same = container[key] is child
             except (KeyError, IndexError):
                 same = False
-            if not same:
+            if not same and not _alike(container.get(key) if isinstance(container, dict) else None, child):
                 return f"{key!r} (a {type(child).__name__})"
         return "a tensor that the code reads from a variable, or where one lies"
 
@@ -175,6 +207,7 @@ def refuse_rebound(memory: Memory) -> None:
     """Raise CaptureError where the captured code has bound something anew that it reads: see ``Memory.rebound``."""
     name = memory.rebound()
     if name is not None:
+        memory.put_back()
         raise CaptureError(
             f"The captured function binds {name} to a new object: replays would go on reading the old one.",
             cure="Write into the tensor in place, as in buffer.copy_(value), or return the value and pass it in again.",

@@ -62,7 +62,10 @@ class Buckets:
         lengths: the buckets.
         dim: the dimension that is padded.
         value: what fills it up.
-        names: keyword arguments to pad; None: every argument that is a tensor, those in containers excepted.
+        names: keyword arguments to pad, a string being one name; None: every argument that is a tensor, those in
+            containers excepted.
+    Raises:
+        ValueError: an attribute makes no sense.
     """
 
     lengths: tuple[int, ...]
@@ -71,12 +74,21 @@ class Buckets:
     names: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.lengths, Iterable):
-            raise ValueError(f"Buckets: lengths is {self.lengths!r}; it is a tuple of lengths, such as (8, 16, 32)")
-        object.__setattr__(self, "lengths", tuple(self.lengths))
-        bucket_length(0, self.lengths)  # raises where they make no sense
-        if self.names is not None:
-            object.__setattr__(self, "names", tuple(self.names))
+        lengths, names = self.lengths, self.names
+        if not isinstance(lengths, Iterable):
+            raise ValueError(f"Buckets: lengths is {lengths!r}; it is a tuple of lengths, such as (8, 16, 32)")
+        lengths = tuple(lengths)
+        if not all(map(_is_int, lengths)):
+            raise ValueError(f"Buckets: lengths is {lengths!r}; each of them is an int, as in (8, 16, 32)")
+        bucket_length(0, lengths)  # raises where they make no sense
+        object.__setattr__(self, "lengths", lengths)
+        if not _is_int(self.dim):
+            raise ValueError(f"Buckets: dim is {self.dim!r}; it is an int, the dimension that is padded")
+        if names is not None:
+            names = (names,) if isinstance(names, str) or not isinstance(names, Iterable) else tuple(names)
+            if not all(isinstance(name, str) for name in names):
+                raise ValueError(f"Buckets: names is {names!r}; it is a tuple of strings, such as ('tokens',)")
+            object.__setattr__(self, "names", names)
 
     def apply(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, padded, and the mask.
@@ -273,6 +285,11 @@ def _dimension(x: Tensor, dim: int) -> int:
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"a tensor of shape {tuple(x.shape)} has no dimension {dim}")
     return dim % x.dim()
+
+
+def _is_int(value: Any) -> bool:
+    """Whether it is an int, NumPy's included, and no bool."""
+    return hasattr(type(value), "__index__") and not isinstance(value, bool | Tensor)
 
 
 def _mask(mask: Tensor, what: str) -> Tensor:

@@ -10,8 +10,10 @@ import torch
 
 from .call_buffers import CallBuffers
 from .context import ThreadContext
+from .errors import GraphsafeError
 from .fast_path import FastPath
 from .repairs.rng_positions import Trace
+from .signature import Call
 
 
 @dataclass
@@ -91,3 +93,14 @@ class PerThread(threading.local):
     def __init__(self) -> None:
         self.states: dict[ThreadContext, State] = {}
         self.fast: list[FastPath] = []
+
+
+def check_aliases(call: Call) -> None:
+    """Raise where an input is an alias of an output that a later call has overwritten."""
+    for index, tensor in enumerate(call.tensors):
+        mark = getattr(tensor, "_graphsafe_alias", None) or getattr(tensor._base, "_graphsafe_alias", None)
+        if mark is not None and mark[0].generation != mark[1]:
+            raise GraphsafeError(
+                f"Input {index} is an output of an earlier call that a later one has overwritten (outputs='alias'). "
+                "clone() it before that call, or use outputs='copy'."
+            )

@@ -58,7 +58,7 @@ class Session:
         if self._graph is not None:
             self._graph._session = self
         try:
-            nested_backward.watch(_refuse_deep_backward)
+            watch_backwards()
             self._enter_gate()
             self._set_up()
             self._running = True
@@ -344,6 +344,11 @@ class CpuSession(Session):
     def _publish(self) -> None:
         if self._graph is not None:
             self._graph._recorder = self._recorder
+
+
+def watch_backwards() -> None:
+    """Have backwards be counted, and one that is nested too deep inside a capture be refused."""
+    nested_backward.watch(_refuse_deep_backward)
 
 
 def _refuse_deep_backward() -> None:

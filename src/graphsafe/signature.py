@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ import torch
 from .errors import GraphsafeError, ShapeMismatchError
 from .repairs import private
 from .structure import Structure
+
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def is_static(tensor: torch.Tensor) -> bool:
@@ -47,12 +50,6 @@ class Call:
     def training(self) -> tuple[bool, ...]:
         """The modules' train/eval flags."""
         return self.key[-1]  # type: ignore[return-value]
-
-    @property
-    def mode(self) -> tuple[object, ...]:
-        """All of the key but what the tensors are like."""
-        spec, described, *state = self.key
-        return (spec, tuple(part for part in described if len(part) == 2), *state)  # type: ignore[attr-defined]
 
     def summary(self) -> str:
         """The signature in words, for messages."""
@@ -90,10 +87,15 @@ def read_leaves(
     slots: list[int] = []
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
+            if type(leaf) not in _PLAIN_TENSORS or leaf.is_nested:
+                kind = "nested tensor" if leaf.is_nested else type(leaf).__name__
+                raise GraphsafeError(
+                    f"Input {index} is a {kind}; a graph reads plain dense tensors. Take that out of it first."
+                )
             if leaf.layout is not torch.strided:
                 raise GraphsafeError(
                     f"Input {index} is a tensor of layout {leaf.layout}; a graph reads dense tensors of fixed size. "
-                    "Pad it (graphsafe.padding), or use mode='eager'."
+                    "Pad it (graphsafe.padding)."
                 )
             if leaf.device != device:
                 raise ShapeMismatchError(
@@ -111,7 +113,7 @@ def read_leaves(
                 f"Argument {index}, of type {type(leaf).__name__}, is no tensor and cannot be hashed. What is no "
                 "tensor is part of a graph's signature: pass numbers, strings, tuples or frozen objects."
             ) from None
-        described.append((type(leaf), leaf.hex() if isinstance(leaf, float) else leaf))  # -0.0 == 0.0
+        described.append((type(leaf), repr(leaf) if isinstance(leaf, Number) else leaf))  # -0.0 == 0.0 and nan != nan
     state = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), private.autocast_state(device.type))
     training = tuple(module.training for module in modules)
     key = (spec, tuple(described), state, training)

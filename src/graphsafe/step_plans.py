@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from .signature import Call, StaticInputs, likeness
 
 PARALLEL_WARMUP_ITERS = 11  # torch.cuda.make_graphed_callables and its notes on DDP ask for as many
 Tensors = tuple[torch.Tensor, ...]
+MAX_NOTED = 4096  # signatures of which is noted whether they draw random numbers
 _gradient = attrgetter("grad")
 
 
@@ -49,6 +51,7 @@ class StepPlan:
     summary: str
     admitted: bool
     calls: int = 0
+    draws: bool | None = None  # whether a call draws random numbers; None: not known yet
     kinds: set[Kind] = field(default_factory=set)  # that ran eagerly
     compiles: int = 0  # captures given up because a compile started
     traces: dict[Kind, Trace | None] = field(default_factory=dict)  # what eager calls did with the random state
@@ -97,19 +100,33 @@ def check_arguments(loss_fn: Any, optimizer: Any, **others: Any) -> None:
     """Raise GraphsafeError where an argument of TrainStep makes no sense."""
     is_optimizer = isinstance(optimizer, torch.optim.Optimizer)
     rules: dict[str, tuple[Callable[[Any], bool], str]] = {
-        "mode": (lambda x: x in ("graph", "eager"), "'graph' or 'eager'"),
-        "accumulate": (lambda x: isinstance(x, int) and x >= 1, "an int of at least 1"),
-        "num_warmup_iters": (lambda x: x >= 0, "at least 0"),
-        "max_graphs": (lambda x: x >= 1, "at least 1"),
-        "max_grad_norm": (lambda x: x is None or x > 0, "positive, or None"),
-        "on_mismatch": (lambda x: x in ("capture", "eager", "error"), "'capture', 'eager' or 'error'"),
-        "outputs": (lambda x: x in ("copy", "alias"), "'copy' or 'alias'"),
+        "mode": (lambda x: _is_one_of(x, "graph", "eager"), "'graph' or 'eager'"),
+        "accumulate": (lambda x: _is_int(x, 1), "an int of at least 1"),
+        "num_warmup_iters": (lambda x: _is_int(x, 0), "an int of at least 0"),
+        "max_graphs": (lambda x: _is_int(x, 1), "an int of at least 1"),
+        "max_grad_norm": (lambda x: x is None or (_is_real(x) and x > 0), "a positive number, or None"),
+        "scaler": (lambda x: x is None or isinstance(x, torch.amp.GradScaler), "a torch.amp.GradScaler, or None"),
+        "on_mismatch": (lambda x: _is_one_of(x, "capture", "eager", "error"), "'capture', 'eager' or 'error'"),
+        "outputs": (lambda x: _is_one_of(x, "copy", "alias"), "'copy' or 'alias'"),
+        "set_to_none": (lambda x: isinstance(x, bool), "True or False"),
     }
     require(callable(loss_fn), f"loss_fn is {loss_fn!r}; it is a function that returns the loss.")
     require(is_optimizer, f"optimizer is {type(optimizer).__name__!r}; it is a torch.optim.Optimizer.")
     for name, value in others.items():
         right, rule = rules[name]
         require(right(value), f"{name} is {value!r}; it is {rule}.")
+
+
+def _is_one_of(value: Any, *words: str) -> bool:
+    return isinstance(value, str) and value in words
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _is_int(value: Any, least: int) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def check_warmup(modules: Sequence[torch.nn.Module], mode: str, num_warmup_iters: int) -> None:

@@ -20,7 +20,7 @@ from . import gate, walk
 from .capture import capture_with_retries, checked_on_cpu
 from .compile_gate import CompileInCapture
 from .context import ThreadContext, active_contexts
-from .errors import GraphsafeError, NoContextError, ShapeMismatchError, require
+from .errors import GraphsafeError, NoContextError, ShapeMismatchError
 from .failures import warn
 from .graph import Graph
 from .loop import Kind, Loop
@@ -28,7 +28,7 @@ from .memory import Memory, refuse_rebound
 from .optimizers import OptimizerControl
 from .repairs import private, rng_positions
 from .signature import Call, StaticInputs, copied, differs, read_call
-from .step_plans import Captured, FastStep, StepPlan, Tensors, check_arguments, check_warmup, note_stale
+from .step_plans import MAX_NOTED, Captured, FastStep, StepPlan, Tensors, check_arguments, check_warmup, note_stale
 from .streams import on_own_stream
 
 
@@ -87,6 +87,8 @@ class TrainStep:
             max_graphs=max_graphs,
             on_mismatch=on_mismatch,
             outputs=outputs,
+            scaler=scaler,
+            set_to_none=set_to_none,
         )
         self._optimizer, self._mode = optimizer, mode
         self._num_warmup_iters, self._max_graphs = num_warmup_iters, max_graphs
@@ -102,7 +104,7 @@ class TrainStep:
         self._plans: dict[object, StepPlan] = {}
         self._position = 0  # micro-batches of the unfinished accumulation
         self._num_steps = 0
-        self._draws: dict[object, bool] = {}  # whether a call drew random numbers, by all but its tensors
+        self._drawn: dict[int, bool] = {}  # whether calls draw, by the hash of their signature
         self._trained = [p.requires_grad for p in self._control.parameters]
         self._warned, self._stale = False, 0
         self._fast: FastStep | None = None
@@ -202,10 +204,6 @@ class TrainStep:
         Raises:
             GraphsafeError: a part is missing or belongs to another model. Nothing was loaded.
         """
-        missing = {"optimizer", "scaler", "gradients", "position", "num_steps", "generator"} - set(state)
-        require(not missing, f"The state lacks {sorted(missing)}; it is what TrainStep.state_dict() returned.")
-        fits = 0 <= int(state["position"]) < self._loop.accumulate
-        require(fits, f"The state is {state['position']} micro-batches into a step of {self._loop.accumulate}.")
         self._loop.load_state_dict(state)
         self._forget()
         self._position, self._num_steps = int(state["position"]), int(state["num_steps"])
@@ -238,7 +236,8 @@ class TrainStep:
                 first = next(iter(self._plans.values()))
                 raise ShapeMismatchError("TrainStep's batch", first.summary, call.summary())
             admitted = admitted and self._on_mismatch == "capture"
-        plan = StepPlan(call.summary(), admitted)
+        self._drawn = {} if len(self._drawn) > MAX_NOTED else self._drawn
+        plan = StepPlan(call.summary(), admitted, draws=self._drawn.get(hash(call.key)))
         if admitted:
             self._plans[call.key] = plan
         elif self._on_mismatch == "capture" and not self._warned and self._mode == "graph":
@@ -251,14 +250,14 @@ class TrainStep:
         return plan
 
     def _eager(self, context: ThreadContext, plan: StepPlan, call: Call, batch: tuple[Any, ...], kind: Kind) -> Any:
-        draws = self._draws.get(call.mode)
+        draws = plan.draws
         with context.seat(exclusive=draws is not False):
             before = context.drawn() if draws is None else None
             with rng_positions.tracing_on(context.device) as trace:
                 result = self._loop.run(batch, kind)
             plan.traces[kind] = trace
             if draws is None:
-                self._draws[call.mode] = context.drawn() != before
+                plan.draws = self._drawn[hash(call.key)] = context.drawn() != before
         if kind == "first" and kind not in plan.kinds:
             plan.first = self._loop.with_gradient()
             dense = all(p.grad is not None and p.grad.layout is torch.strided for p in plan.first)
@@ -323,7 +322,7 @@ class TrainStep:
         return Captured(inputs, graph, spec, leaves, self._control.settings(), self._memory(), present)
 
     def _memory(self) -> Memory:
-        return Memory(*self._reach, gradients_of=() if self._set_to_none else self._control.parameters)
+        return Memory(*self._reach, gradients_of=self._loop.gradients_kept(self._modules))
 
     def _check_on_cpu(
         self, context: ThreadContext, plan: StepPlan, call: Call, inputs: StaticInputs, arguments: Any, kind: Kind
@@ -339,7 +338,7 @@ class TrainStep:
             undo()
             raise
         if kind in ("whole", "last"):
-            with context.seat(exclusive=self._draws.get(call.mode) is not False):
+            with context.seat(exclusive=plan.draws is not False):
                 self._loop.finish()
         captured = plan.captured[kind, call.slots] = self._captured(inputs, None, result, present)
         captured.leaves = copied(captured.leaves)
@@ -365,7 +364,7 @@ class TrainStep:
         return self._advance(kind, self._give_out(captured))
 
     def _replay_on_cpu(self, context: ThreadContext, plan: StepPlan, captured: Captured, call: Call, kind: Kind) -> Any:
-        with context.seat(exclusive=self._draws.get(call.mode) is not False):
+        with context.seat(exclusive=plan.draws is not False):
             self._loop.begin(kind, plan.first)
             result = self._loop.run(call.with_tensors(captured.inputs.tensors), kind)
         captured.uses += 1

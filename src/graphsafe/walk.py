@@ -8,8 +8,10 @@ Guarantees:
 
 from __future__ import annotations
 
+import collections
 import dis
 import functools
+import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,23 +22,60 @@ import torch
 _OPAQUE = frozenset({"threading", "_thread", "queue", "logging", "weakref"})  # modules whose objects hold no tensors
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), torch.device, torch.dtype, torch.Size, types.ModuleType)
 
+_VALUES = (str, bytes, int, float, complex, bool, type(None))
 _OWN = ("_tensors", "_fn", "_roots")  # attributes of graphsafe's classes that lead to what is the user's
 
-Edge = tuple[Any, Any, Any]  # (container, key, child): a dict or list, and what it holds there; or (cell, None, child)
+Edge = tuple[Any, Any, Any]  # (mapping or list, key, child), where it holds the child; or (cell, None, child)
 Part = tuple[Any, Any, Any]  # the same, or (None, None, child) where the child hangs on nothing that can be looked up
+_LIBRARIES = frozenset({"torch", "graphsafe", "numpy", *sys.stdlib_module_names})  # hold none of the user's tensors
+_FIRST = frozenset({"forward", "__call__"})  # methods that run without being named
+_CODE_CACHE_SIZE = 4096
 
 
 def _is_library(name: str | None) -> bool:
-    return (name or "").split(".")[0] in ("torch", "graphsafe")
+    top = (name or "").split(".")[0]
+    return top in _LIBRARIES and top != "__main__"
 
 
-def _named_globals(code: types.CodeType, scope: dict[str, Any]) -> Iterator[Part]:
-    for name in code.co_names:
-        if name in scope:
-            yield scope, name, scope[name]
+def _is_users(name: str | None) -> bool:
+    """Whether a module is neither a library nor an installed package, whose classes and modules are not looked into."""
+    module = sys.modules.get(name or "")
+    return not _is_library(name) and "-packages" not in (getattr(module, "__file__", None) or "")
+
+
+@functools.lru_cache(maxsize=_CODE_CACHE_SIZE)
+def _words(code: types.CodeType) -> frozenset[str]:
+    """The names that code reads, and its strings, which may be names too."""
+    found = {step.argval for step in dis.get_instructions(code) if step.opname.startswith("LOAD_")}
+    words = {word for word in found if isinstance(word, str)}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _named_globals(constant, scope)
+            words |= _words(constant)
+        elif isinstance(constant, str):
+            words.add(constant)
+    return frozenset(words)
+
+
+@functools.lru_cache(maxsize=_CODE_CACHE_SIZE)
+def _globals_read(code: types.CodeType) -> frozenset[str]:
+    found = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= _globals_read(constant)
+    return frozenset(found)
+
+
+@functools.lru_cache(maxsize=_CODE_CACHE_SIZE)
+def _read_of_self(code: types.CodeType) -> frozenset[str]:
+    """The attributes that a method reads of its first argument."""
+    if not code.co_argcount:
+        return frozenset()
+    first, found, is_self = code.co_varnames[0], set(), False
+    for step in dis.get_instructions(code):
+        if is_self and step.opname == "LOAD_ATTR":
+            found.add(step.argval)
+        is_self = step.opname.startswith("LOAD_FAST") and step.argval == first
+    return frozenset(found)
 
 
 def _function_parts(fn: types.FunctionType) -> Iterator[Part]:
@@ -47,14 +86,30 @@ def _function_parts(fn: types.FunctionType) -> Iterator[Part]:
             continue
     for value in (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()):
         yield None, None, value
-    if not _is_library(fn.__module__):  # whose globals hold none of the user's tensors
-        yield from _named_globals(fn.__code__, fn.__globals__)
+    if not _is_library(fn.__module__):
+        scope, words = fn.__globals__, _words(fn.__code__)
+        for name in _globals_read(fn.__code__):
+            if name in scope:
+                yield scope, name, scope[name]
+                yield from _module_parts(scope[name], words)
     for name, value in vars(fn).items():
         yield fn.__dict__, name, value
 
 
+def _module_parts(module: Any, words: frozenset[str], depth: int = 3) -> Iterator[Part]:
+    """What code may read as an attribute of an imported module."""
+    if not isinstance(module, types.ModuleType) or not _is_users(module.__name__):
+        return
+    scope = vars(module)
+    for name in words & scope.keys():
+        yield scope, name, scope[name]
+        if depth:
+            yield from _module_parts(scope[name], words, depth - 1)
+
+
 def _items(container: Mapping[Any, Any]) -> Iterator[Part]:
-    for key, value in tuple(container.items()):
+    items = dict.items(container) if isinstance(container, dict) else container.items()  # no method of a subclass
+    for key, value in tuple(items):
         if not isinstance(value, _LEAVES):  # most of a large container are plain values: not even looked at twice
             yield container, key, value
 
@@ -68,16 +123,18 @@ def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def _parts(item: Any, gradients: bool) -> Iterator[Part]:
     if isinstance(item, dict):
-        for key in tuple(item):
+        for key in tuple(dict.keys(item)):
             yield None, None, key
         yield from _items(item)
-    elif isinstance(item, list | tuple):
-        container = item if isinstance(item, list) else None
-        for index, value in enumerate(tuple(item)):
+    elif isinstance(item, list | tuple | collections.deque):
+        container = None if isinstance(item, tuple) else item
+        kind: Any = next(kind for kind in (list, tuple, collections.deque) if isinstance(item, kind))
+        for index, value in enumerate(tuple(kind.__iter__(item))):  # no method of a subclass
             if not isinstance(value, _LEAVES):
                 yield container, index, value
     elif isinstance(item, set | frozenset):
-        for value in tuple(item):
+        members: Any = set if isinstance(item, set) else frozenset
+        for value in tuple(members.__iter__(item)):
             yield None, None, value
     elif isinstance(item, types.FunctionType):
         yield from _function_parts(item)
@@ -120,20 +177,67 @@ def _fields(item: Any) -> Iterator[Part]:
                     continue
 
 
-def _visit(roots: Iterable[Any], gradients: bool) -> Iterator[tuple[Any, list[Part]]]:
-    """Each object once, depth first, with its parts. They all stay alive meanwhile, so that their ids stay theirs."""
-    seen: set[int] = set()
-    pending: list[Any] = list(roots)[::-1]
-    keep: list[Any] = []
-    while pending:
-        item = pending.pop()
-        if isinstance(item, _LEAVES) or id(item) in seen:
-            continue
-        seen.add(id(item))
-        keep.append(item)
-        parts = list(_parts(item, gradients))
-        yield item, parts
-        pending.extend(child for _, _, child in reversed(parts))
+class _Walk:
+    """Visits each object once, depth first. They all stay alive meanwhile, so that their ids stay theirs.
+
+    Attributes:
+        names: that the code reads that was reached: methods and class attributes of these names belong to it.
+    """
+
+    def __init__(self, roots: Iterable[Any], gradients: bool) -> None:
+        self._roots, self._gradients = tuple(roots), gradients
+        self.names: set[str] = set(_FIRST)
+        self._classes: dict[type, set[str]] = {}  # -> names of theirs that were not visited yet
+        self.methods: dict[type, list[types.CodeType]] = {}
+        self.scopes: list[Any] = []  # mappings of class attributes
+
+    def visit(self) -> Iterator[tuple[Any, list[Part]]]:
+        """Objects and their parts; a class stands for those of its attributes that code names."""
+        seen: set[int] = set()
+        pending: list[Any] = list(self._roots)[::-1]
+        keep: list[Any] = []
+        while pending:
+            while pending:
+                item = pending.pop()
+                if isinstance(item, _LEAVES) or id(item) in seen:
+                    continue
+                seen.add(id(item))
+                keep.append(item)
+                self._note(item)
+                parts = list(_parts(item, self._gradients))
+                yield item, parts
+                pending.extend(child for _, _, child in reversed(parts))
+            for cls, left in tuple(self._classes.items()):
+                found = left & self.names
+                if found:
+                    self._classes[cls] = left - found
+                    parts = list(self._attributes(cls, found))
+                    yield cls, parts
+                    pending.extend(child for _, _, child in parts)
+
+    def _note(self, item: Any) -> None:
+        if isinstance(item, types.FunctionType):
+            if not _is_library(item.__module__):
+                self.names |= _words(item.__code__)
+            return
+        cls = item if isinstance(item, type) else type(item)
+        for base in cls.__mro__:
+            if base not in self._classes and _is_users(base.__module__):
+                self._classes[base] = set(vars(base))
+
+    def _attributes(self, cls: type, names: Iterable[str]) -> Iterator[Part]:
+        scope = vars(cls)
+        self.scopes.append(scope)
+        for name in names:
+            member = scope[name]
+            if isinstance(member, property):
+                member = member.fget
+            member = getattr(member, "__func__", member)
+            if isinstance(member, types.FunctionType):
+                self.methods.setdefault(cls, []).append(member.__code__)
+                yield None, None, member
+            elif not isinstance(member, _LEAVES):
+                yield scope, name, scope[name]
 
 
 def reachable(*roots: Any, kind: type | tuple[type, ...] = torch.Tensor) -> list[Any]:
@@ -143,7 +247,7 @@ def reachable(*roots: Any, kind: type | tuple[type, ...] = torch.Tensor) -> list
         roots: any objects: functions, modules, optimizers, containers.
         kind: the type, or types, to collect.
     """
-    return [item for item, _ in _visit(roots, gradients=True) if isinstance(item, kind)]
+    return [item for item, _ in _Walk(roots, gradients=True).visit() if isinstance(item, kind)]
 
 
 def tensors(*roots: Any) -> list[torch.Tensor]:
@@ -166,12 +270,16 @@ class Trace:
         edges: on the ways to them. Attributes of an object count where code that is reached reads them, so what a
             training loop notes on the same object does not.
         variables: those of the edges that are variables, attributes, and parts of modules, not entries of containers.
+        values: other variables and attributes that the code reads: numbers, strings, None.
+        fixed: what else it reads and seldom is another: functions, and values in packages that are installed.
     """
 
     tensors: list[torch.Tensor]
     modules: list[torch.nn.Module]
     edges: list[Edge]
     variables: list[Edge]
+    values: list[Edge]
+    fixed: list[Edge]
 
 
 def trace(*roots: Any) -> Trace:
@@ -180,77 +288,77 @@ def trace(*roots: Any) -> Trace:
     parents: dict[int, int] = {}  # of each object, on the first way to it
     edges: list[Edge] = []
     fields: dict[int, Any] = {}  # attributes' dict -> whose they are
-    functions: list[types.FunctionType] = []
+    scopes: set[int] = set()  # globals of functions and of modules
+    installed: set[int] = set()  # containers that installed packages read
     visited: list[Any] = []
-    for item, parts in _visit(roots, gradients=False):
+    walk = _Walk(roots, gradients=False)
+    for item, parts in walk.visit():
         visited.append(item)
-        if isinstance(item, types.FunctionType):
-            functions.append(item)
-        elif isinstance(getattr(item, "__dict__", None), dict) and not isinstance(item, type):
+        is_function = isinstance(item, types.FunctionType)
+        if not is_function and isinstance(getattr(item, "__dict__", None), dict):
             fields[id(item.__dict__)] = item
         if isinstance(item, torch.Tensor | torch.nn.Module):
             found.append(item)
         for container, key, child in parts:
-            if isinstance(child, _LEAVES):
-                continue
-            parents.setdefault(id(child), id(item))
+            if not isinstance(child, _LEAVES):
+                parents.setdefault(id(child), id(item))
             if container is not None:
                 edges.append((container, key, child))
+                if is_function and not isinstance(container, types.CellType):
+                    scopes.add(id(container))
+                if is_function and _is_installed(item.__code__):
+                    installed.add(id(container))
     relevant: set[int] = set()
     for item in found:
         ident: int | None = id(item)
         while ident is not None and ident not in relevant:
             relevant.add(ident)
             ident = parents.get(ident)
-    names = _named(functions, {type(owner) for owner in fields.values()})
-    kept = [
-        edge
-        for edge in edges
-        if id(edge[2]) in relevant and (id(edge[0]) not in fields or edge[1] in names or _is_own(fields[id(edge[0])]))
-    ]
-    tensors = [item for item in found if isinstance(item, torch.Tensor)]
     modules = [item for item in found if isinstance(item, torch.nn.Module)]
-    holders = {id(table) for module in modules for table in (module._parameters, module._buffers, module._modules)}
-    holders |= set(fields) | {id(fn.__globals__) for fn in functions}
-    variables = [edge for edge in kept if isinstance(edge[0], types.CellType) or id(edge[0]) in holders]
-    return Trace(tensors, modules, kept, variables)
+    tables = {id(table) for module in modules for table in (module._parameters, module._buffers, module._modules)}
+    classes = {id(scope) for scope in walk.scopes}
+    names = walk.names | {"_parameters", "_buffers", "_modules", *_OWN}
+    kept: list[Edge] = []
+    variables: list[Edge] = []
+    others: list[tuple[Edge, bool]] = [pair for owner in fields.values() for pair in _values_of(owner, walk)]
+    for edge in edges:
+        container, key, child = edge
+        is_variable = isinstance(container, types.CellType) or id(container) in scopes | classes
+        if id(child) in relevant and not isinstance(child, _LEAVES):
+            owner = fields.get(id(container))
+            if owner is None or key in names or isinstance(owner, torch.optim.Optimizer):
+                kept.append(edge)
+                if is_variable or owner is not None or id(container) in tables:
+                    variables.append(edge)
+        elif is_variable:
+            others.append((edge, id(container) in installed or not isinstance(child, _VALUES)))
+    return Trace(
+        [item for item in found if isinstance(item, torch.Tensor)],
+        modules,
+        kept,
+        variables,
+        [edge for edge, is_fixed in others if not is_fixed],
+        [edge for edge, is_fixed in others if is_fixed],
+    )
 
 
-def _is_own(owner: Any) -> bool:
-    """Whether all fields of an object count: an optimizer's, whose code is torch's."""
-    return isinstance(owner, torch.optim.Optimizer)
+def _is_installed(code: types.CodeType) -> bool:
+    return "-packages" in code.co_filename
 
 
-def _named(functions: list[types.FunctionType], classes: set[type]) -> set[str]:
-    """Names that the code of functions reads, its strings, and those of the methods that such names may call."""
-    names = {"forward", "__call__", "_parameters", "_buffers", "_modules", *_OWN}
-    for fn in functions:
-        names |= _words(fn.__code__)
-    methods = {pair for cls in classes for base in cls.__mro__ for pair in _methods(base)}
-    while called := {pair for pair in methods if pair[0] in names}:
-        methods -= called
-        for _, code in called:
-            names |= _words(code)
-    return names
+def _values_of(owner: Any, walk: _Walk) -> Iterator[tuple[Edge, bool]]:
+    """The plain attributes of an object that its own code reads; of torch's modules all that is public.
 
-
-def _methods(cls: type) -> Iterator[tuple[str, types.CodeType]]:
-    if _is_library(cls.__module__):
-        return
-    for name, member in tuple(vars(cls).items()):
-        if isinstance(member, property):
-            member = member.fget
-        member = getattr(member, "__func__", member)
-        if isinstance(member, types.FunctionType):
-            yield name, member.__code__
-
-
-def _words(code: types.CodeType) -> set[str]:
-    found = {step.argval for step in dis.get_instructions(code) if step.opname.startswith("LOAD_")}
-    found = {word for word in found if isinstance(word, str)}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= _words(constant)
-        elif isinstance(constant, str):
-            found.add(constant)
-    return found
+    Returns:
+        each with whether it belongs to an installed package.
+    """
+    fields, is_fixed = owner.__dict__, False
+    if isinstance(owner, torch.nn.Module) and _is_library(type(owner).__module__):
+        names, is_fixed = {name for name in fields if not name.startswith("_") and name != "training"}, True
+    else:
+        codes = [code for base in type(owner).__mro__ for code in walk.methods.get(base, ())]
+        names = {name for code in codes for name in _read_of_self(code)} - {"training"}
+        is_fixed = any(map(_is_installed, codes))
+    for name in names & fields.keys():
+        if isinstance(fields[name], _VALUES):
+            yield (fields, name, fields[name]), is_fixed

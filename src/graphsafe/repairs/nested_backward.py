@@ -20,10 +20,11 @@ MAX_DEPTH = 60  # of backwards inside a backward that torch keeps on one thread
 
 
 class _PerThread(threading.local):
-    """How many backwards this thread is in."""
+    """How many backwards this thread is in, and how many it has begun that make gradients."""
 
     def __init__(self) -> None:
         self.depth = 0
+        self.accumulations = 0
 
 
 _per_thread = _PerThread()
@@ -48,6 +49,12 @@ def watch(too_deep: Callable[[], None]) -> None:
                 return
 
 
+def accumulations() -> int | None:
+    """How many backwards this thread has begun that add to ``.grad``; None where they cannot be counted."""
+    engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+    return _per_thread.accumulations if getattr(type(engine), "counts_depth", False) else None
+
+
 def _counting(base: Any, too_deep: Callable[[], None]) -> Any:
     per_thread, run = _per_thread, base.run_backward
 
@@ -61,6 +68,7 @@ def _counting(base: Any, too_deep: Callable[[], None]) -> Any:
             if depth > MAX_DEPTH:
                 too_deep()
             per_thread.depth = depth + 1
+            per_thread.accumulations += bool(kwargs.get("accumulate_grad"))
             try:
                 return run(self, *args, **kwargs)
             finally:
