@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import graphsafe as gs
+from graphsafe import gate
 from graphsafe.repairs import private
 
 from .helpers import run_threads
@@ -232,3 +233,40 @@ def test_stats_do_not_grow_with_every_name(monkeypatch: pytest.MonkeyPatch) -> N
             pass
     assert len(gs.stats().contexts) == before + 3
     assert next(c for c in gs.stats().contexts if c.name == "(others)").eager_steps == 4
+
+
+@pytest.mark.parametrize(("owner", "name"), [(gate.Scope, "_leave"), (gate.DeviceGate, "give")])
+def test_context_end_gives_back_a_seat_that_a_caught_interrupt_left(
+    owner: type, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRAPHSAFE_TIMEOUT_S", "5")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = torch.get_rng_state()
+    with gs.thread_context("cpu", seed=1) as context:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), context.eager():
+            torch.rand(3)
+            # 1: the interrupt comes at the entry of the function that would give the seat back
+            patch.setattr(owner, name, interrupt)
+        assert context.gate._holders
+    # 2: no exception has passed through the context
+    assert torch.equal(torch.get_rng_state(), before)
+
+    def other(_: int) -> None:
+        with gs.thread_context("cpu", seed=2) as own, own.eager():
+            pass
+
+    run_threads(1, other, DEADLINE_S)
+
+
+def test_context_end_leaves_a_seat_alone_that_was_taken_before_it() -> None:
+    cpu = gate.gate_for(torch.device("cpu"))
+    with cpu.seat(exclusive=True):
+        with gs.thread_context("cpu", seed=1) as context, context.eager():
+            pass
+        with pytest.raises(KeyError), gs.thread_context("cpu", seed=1):
+            raise KeyError
+        assert len(cpu._holders) == 1
+    assert not cpu._holders

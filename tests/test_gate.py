@@ -259,6 +259,85 @@ def test_wait_for_returns_false_at_its_timeout() -> None:
         assert gate.wait_for(condition, lambda: False, 0.01, "nothing") is False
 
 
+class Interrupted(gate.DeviceGate):
+    """Is interrupted at the entry of ``give``, as many times as told."""
+
+    interrupts = 0
+
+    def give(self, hold: gate.Hold) -> None:
+        if self.interrupts:
+            self.interrupts -= 1
+            raise KeyboardInterrupt
+        super().give(hold)
+
+
+def takes_a_seat(one: gate.DeviceGate) -> None:
+    """Another thread takes a seat, or this raises at the deadline."""
+
+    def take(_: int) -> None:
+        with one.seat(exclusive=True):
+            pass
+
+    run_threads(1, take, DEADLINE_S)
+
+
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> Interrupted:
+    monkeypatch.setenv("GRAPHSAFE_TIMEOUT_S", "5")
+    return Interrupted(torch.device("meta"))
+
+
+def leave_interrupted(one: Interrupted, interrupts: int, log: list[str]) -> None:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        one.seat(exclusive=True, on_take=lambda: log.append("take"), on_give=lambda: log.append("give")),
+    ):
+        one.interrupts = interrupts
+
+
+def test_seat_is_given_back_when_an_interrupt_comes_before_that(interrupted: Interrupted) -> None:
+    log: list[str] = []
+    leave_interrupted(interrupted, 1, log)
+    assert log == ["take", "give"]
+    takes_a_seat(interrupted)
+
+
+def test_thread_does_not_wait_for_a_seat_that_interrupts_made_it_lose(interrupted: Interrupted) -> None:
+    log: list[str] = []
+    leave_interrupted(interrupted, 2, log)
+    assert log == ["take"]  # 1: it holds the seat, and has forgotten it
+    with interrupted.seat(exclusive=True):  # 2: raises a GateTimeout where it waits for itself
+        assert log == ["take", "give"]
+    takes_a_seat(interrupted)
+    assert log == ["take", "give"]
+
+
+def test_abandon_gives_back_what_interrupts_made_a_thread_lose_but_no_other_threads(interrupted: Interrupted) -> None:
+    log: list[str] = []
+    seated, release = threading.Event(), threading.Event()
+    leave_interrupted(interrupted, 2, log)
+
+    def holder() -> None:
+        with interrupted.seat(exclusive=False):
+            seated.set()
+            assert release.wait(DEADLINE_S)
+
+    gate.abandon(interrupted)
+    assert log == ["take", "give"]
+    thread = threading.Thread(target=holder, daemon=True)
+    thread.start()
+    assert seated.wait(DEADLINE_S)
+    kept = interrupted.seat(exclusive=False)
+    with kept:
+        gate.abandon(interrupted, but=tuple(gate._held()))
+        assert len(interrupted._holders) == 2
+        gate.abandon(interrupted)
+        assert len(interrupted._holders) == 1
+    release.set()
+    thread.join(DEADLINE_S)
+    takes_a_seat(interrupted)
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_forked_child_waits_for_no_thread_that_it_has_not() -> None:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from . import gate, own_streams
-from .errors import GraphsafeError, NoContextError, WrongThreadError
+from .errors import GraphsafeError, NoContextError, WrongThreadError, require
 from .gate import Counters, DeviceGate, Scope
 from .repairs import private, trees
 
@@ -129,7 +129,7 @@ class ThreadContext:
                     f"This thread already has a context on {self.device} ({other.name!r}). One thread has one context "
                     "a device: use graphsafe.current_context(), or another device, or another thread."
                 )
-        self._ident = threading.get_ident()
+        self._ident, self._outside = threading.get_ident(), tuple(gate._held())
         self.reseed(draw_seed() if self.seed is None else self.seed)
         with ExitStack() as stack:
             if self.device.type == "cuda":
@@ -142,6 +142,7 @@ class ThreadContext:
                 stack.enter_context(torch.cuda.stream(self.stream))
                 stack.callback(before.wait_stream, self.stream)
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            stack.callback(gate.abandon, self.gate, self._outside)
             _per_thread.contexts.append(self)
             with _registry_lock:
                 _live.append(self)
@@ -150,10 +151,9 @@ class ThreadContext:
 
     def __exit__(self, *exc_info: object) -> None:
         self.check_thread("The context")
-        if exc_info and exc_info[0] is not None:
-            gate.abandon(self.gate)  # an interrupt may have come between taking a seat and knowing of it
-        if gate.capturing() is not None:
-            raise GraphsafeError("A thread context was left inside a capture. End the capture first.")
+        if exc_info and exc_info[0] is not None:  # an interrupt may have left a capture open
+            gate.abandon(self.gate, self._outside)
+        require(gate.capturing() is None, "A thread context was left inside a capture. End the capture first.")
         try:
             for inside in reversed(_per_thread.contexts[_per_thread.contexts.index(self) + 1 :]):
                 if inside.closer is not None:
@@ -187,7 +187,7 @@ class ThreadContext:
             self._closed = True
             _per_thread.contexts.remove(self)
             retire(self)
-            self._exit.close()
+            self._exit.close()  # which gives back what an interrupt has left, too
 
     def _destroy_graphs(self) -> None:
         if self.device.type != "cuda":

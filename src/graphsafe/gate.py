@@ -7,6 +7,8 @@ Guarantees:
   upgrade, or a holder and the thread it waits for, never wait for each other.
 - Seats on several devices are taken in the order of the devices, so two threads never hold one each and want the other.
 - Every wait for a gate has a deadline and ends in a GateTimeout that shows the holders' stacks.
+- An interrupt loses no place: what it kept from being given back is given back before this thread takes another one
+  there, or by ``abandon()``, which the end of a context calls.
 
 A seat is a scope of RNG and sync safety, not a transaction: it may be given back and taken again inside the scope.
 The order of locks is compile, gate, buffers.
@@ -18,8 +20,7 @@ import logging
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -28,17 +29,15 @@ import torch
 from . import cuda_errors
 from .deadlines import timeout_s
 from .errors import CaptureError, GateTimeout, WrongThreadError
+from .failures import thread_name
 from .holds import Counters as Counters
 from .holds import Kind as Kind
+from .holds import nothing, stack_lines
 from .tasks import current_task, task_name
 
 logger = logging.getLogger("graphsafe")
 
 POLL_S = 0.5  # how often a waiter looks whether the holder compiles
-
-
-def _nothing() -> None:
-    return None
 
 
 @dataclass(eq=False)
@@ -50,9 +49,9 @@ class Hold:
 
     gate: DeviceGate
     kind: Kind
-    on_take: Callable[[], None] = _nothing
-    on_give: Callable[[], None] = _nothing
-    on_abandon: Callable[[], None] = _nothing
+    on_take: Callable[[], None] = nothing
+    on_give: Callable[[], None] = nothing
+    on_abandon: Callable[[], None] = nothing
     counters: Counters = field(default_factory=Counters)
     ident: int = field(default_factory=threading.get_ident)
     thread_name: str = ""
@@ -67,8 +66,7 @@ class _PerThread(threading.local):
 
     def __init__(self) -> None:
         self.held: list[Hold] = []
-        ident = threading.get_ident()  # threading.current_thread() would make up a thread for one that is ending
-        self.name = next((t.name for t in threading.enumerate() if t.ident == ident), f"thread {ident}")
+        self.name = thread_name()
 
 
 _per_thread = _PerThread()
@@ -97,8 +95,8 @@ class DeviceGate:
         *,
         exclusive: bool,
         counters: Counters | None = None,
-        on_take: Callable[[], None] = _nothing,
-        on_give: Callable[[], None] = _nothing,
+        on_take: Callable[[], None] = nothing,
+        on_give: Callable[[], None] = nothing,
     ) -> Scope:
         """A scope that holds a seat. Inside the thread's own capture, or a seat as strong, it does nothing."""
         kind = Kind.EXCLUSIVE if exclusive else Kind.SHARED
@@ -108,14 +106,15 @@ class DeviceGate:
         self,
         *,
         counters: Counters | None = None,
-        on_take: Callable[[], None] = _nothing,
-        on_give: Callable[[], None] = _nothing,
-        on_abandon: Callable[[], None] = _nothing,
+        on_take: Callable[[], None] = nothing,
+        on_give: Callable[[], None] = nothing,
+        on_abandon: Callable[[], None] = nothing,
     ) -> Scope:
         """A scope that is alone on the device; all the thread's seats are given back for its length."""
         return Scope(Hold(self, Kind.CAPTURE, on_take, on_give, on_abandon, counters or Counters()))
 
     def take(self, hold: Hold) -> None:
+        abandon(self, but=_per_thread.held)  # what an interrupt has left here
         try:
             with self._lock:
                 # A capture goes ahead of all that are not captures; everything else queues at the end.
@@ -267,16 +266,29 @@ def _drop(hold: Hold, stack: list[Hold]) -> None:
     try:
         if hold.taken:
             hold.gate.give(hold)
+    except BaseException:  # an interrupt, maybe before it was given
+        if hold.taken:
+            hold.gate.give(hold)
+        raise
     finally:
         if hold in stack:
             stack.remove(hold)
 
 
-def abandon(gate: DeviceGate) -> None:
-    """Give back what this thread still holds at a gate, and forget it."""
-    for hold in [hold for hold in _per_thread.held if hold.gate is gate]:
-        hold.on_abandon()
-        _drop(hold, _per_thread.held)
+def _lost(gate: DeviceGate) -> list[Hold]:
+    """What this thread holds at a gate although it has forgotten it, by an interrupt."""
+    me, held = threading.get_ident(), _per_thread.held
+    return [hold for hold in tuple(gate._holders) if hold.ident == me and hold not in held]
+
+
+def abandon(gate: DeviceGate, but: Sequence[Hold] = ()) -> None:
+    """Give back what this thread still holds at a gate, ``but`` excepted, and forget it."""
+    held = _per_thread.held
+    while left := [hold for hold in held if hold.gate is gate and hold not in but] or _lost(gate):
+        try:
+            left[0].on_abandon()
+        finally:
+            _drop(left[0], held)
 
 
 def _give_all(holds: list[Hold], stack: list[Hold] | None = None) -> list[Hold]:
@@ -372,22 +384,16 @@ def report() -> str:
     frames = sys._current_frames()
     lines: list[str] = []
     now = time.monotonic()
-
-    def stack_of(ident: int) -> None:
-        frame = frames.get(ident)
-        if frame is not None:
-            lines.extend(line.rstrip() for line in traceback.format_stack(frame))
-
     for gate in all_gates():
         for hold in list(gate._holders):
             lines.append(
                 f"{gate.device}: thread {hold.thread_name!r} holds {hold.kind.value} for {now - hold.since:.1f} s:"
             )
-            stack_of(hold.ident)
+            lines += stack_lines(frames.get(hold.ident))
         for hold in list(gate._waiters):
             lines.append(f"{gate.device}: thread {hold.thread_name!r} waits for {hold.kind.value}.")
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, since in list(compiling.items()):
         lines.append(f"thread {names.get(ident, ident)!r} compiles since {now - since:.1f} s:")
-        stack_of(ident)
+        lines += stack_lines(frames.get(ident))
     return "\n".join(lines) or "Nobody holds a seat, captures or compiles."

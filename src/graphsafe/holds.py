@@ -1,9 +1,11 @@
-"""What a place at a gate allows, and what is counted there."""
+"""What a place at a gate allows, and what is counted and told of it."""
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import dataclass
 from enum import Enum
+from types import FrameType
 
 
 class Kind(Enum):
@@ -28,3 +30,12 @@ class Counters:
     def add(self, other: Counters) -> None:
         for name in self.__dataclass_fields__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+def nothing() -> None:
+    """What a hold calls where its owner wants nothing called."""
+
+
+def stack_lines(frame: FrameType | None) -> list[str]:
+    """The stack of a thread that is at ``frame``, for a report."""
+    return [] if frame is None else [line.rstrip() for line in traceback.format_stack(frame)]

@@ -4,7 +4,7 @@ Guarantees, of what the function and its arguments reach:
 - Tensors get back their values, memory, shapes, ``requires_grad`` and ``.grad``; nothing is written where nothing
   changed, and no version counter moves, so that graphs of autograd made before stay usable.
 - Modules, optimizers, schedulers and GradScalers get back their attributes, parameters, buffers and state; containers
-  among the arguments their items; random generators of torch, Python and NumPy their states.
+  among the arguments their items; random generators of torch, Python and NumPy their states, the default ones too.
 """
 
 from __future__ import annotations
@@ -71,6 +71,13 @@ class _Tensor:
             return False
 
 
+def _random_kinds() -> tuple[type, ...]:
+    """The types of random generators, NumPy's where it has been imported."""
+    numpy_random: Any = sys.modules.get("numpy.random")
+    names = () if numpy_random is None else ("Generator", "BitGenerator", "RandomState")
+    return (torch.Generator, random.Random, *(getattr(numpy_random, name) for name in names))
+
+
 def _place(tensor: torch.Tensor) -> object:
     try:
         return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
@@ -109,6 +116,8 @@ class Snapshot:
         self._remember_containers(arguments)
         for device in devices:
             self._remember_generator(private.default_generator(device))
+        for generator in walk.reachable(*everything, kind=_random_kinds()):
+            self._remember_random(generator)
         state = random.getstate()
         self._undo.append(lambda: random.setstate(state))
         numpy_random: Any = sys.modules.get("numpy.random")
@@ -153,6 +162,21 @@ class Snapshot:
         if isinstance(item, dict | list | tuple):
             for inner in item.values() if isinstance(item, dict) else item:
                 self._remember_containers(inner)
+
+    def _remember_random(self, generator: Any) -> None:
+        if isinstance(generator, torch.Generator):
+            self._remember_generator(generator)
+        elif isinstance(generator, random.Random):
+            with suppress(NotImplementedError):  # one that reads the system's has no state
+                state = generator.getstate()
+                self._undo.append(lambda: generator.setstate(state))
+        elif hasattr(generator, "set_state"):
+            numpy_state = generator.get_state()
+            self._undo.append(lambda: generator.set_state(numpy_state))
+        else:
+            bits = getattr(generator, "bit_generator", generator)
+            bits_state = bits.state
+            self._undo.append(lambda: setattr(bits, "state", bits_state))
 
     def _remember_generator(self, generator: torch.Generator) -> None:
         state = generator.get_state()

@@ -84,7 +84,8 @@ class CallWatch:
         report: called with operation, why, fix and the frame.
         from_memory: called before a tensor is made of memory that is not torch's.
         around_backward: has ``__enter__`` and ``__exit__``, called within each backward. (Torch leaves a function mode
-            while it runs a function that the mode has seen, ``Tensor.backward`` as any.)
+            while it runs a function that the mode has seen, ``Tensor.backward`` as any.) After an interrupt, which ends
+            the watch, ``__exit__`` may not be called.
     """
 
     def __init__(self, report: Report, from_memory: Callable[[], None], around_backward: Any) -> None:
@@ -106,8 +107,10 @@ class CallWatch:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        """Watch no more. A second call does nothing."""
         if self._on:
             sys.setprofile(None)
+            self._on = False
 
     def _see(self, frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
