@@ -57,6 +57,7 @@ LAYERS = (
     "signature",
     "bridge",
     "memory",
+    "leaf_owners",
     "call_buffers",
     "cpu_buffers",
     "fast_path",

@@ -34,6 +34,7 @@ from .capture import Graph, capture_with_retries
 from .compile_gate import CompileInCapture
 from .context import ThreadContext
 from .errors import CaptureError, require
+from .leaf_owners import claim
 from .memory import Memory, refuse_rebound
 from .repairs import nested_backward, private, rng_positions
 from .repairs.rng_positions import Trace
@@ -160,6 +161,7 @@ class CallBuffers:
             self._note(call, result, since, before)
             changed = [x for x, version in zip(watched, versions, strict=True) if x._version != version]
             self._note_changes(changed, before)
+            self._owns_leaves = claim(self.context, self._sources)
         except BaseException:
             self.close()
             raise
@@ -269,7 +271,8 @@ class CallBuffers:
         self.context.check_thread("A backward through a graph of the context")
         pattern: Pattern = (tuple(gradient is not None for gradient in gradients), needed)
         entry = self._backwards.get(pattern)
-        if entry is None or self.graph is None or self.graph.closed or gate.capturing() is not None:
+        eager = not self._owns_leaves or gate.capturing() is not None
+        if entry is None or eager or self.graph is None or self.graph.closed:
             entry = self._backwards.setdefault(pattern, BackwardGraph())
             return _own(self._differentiate_traced(entry, gradients, needed))
         present = [gradient for gradient in gradients if gradient is not None]

@@ -29,6 +29,7 @@ from .cpu_buffers import CpuBuffers
 from .errors import NoContextError, ShapeMismatchError, is_count, require
 from .failures import warn
 from .fast_path import MISS, FastPath
+from .leaf_owners import claim
 from .memory import MAX_STALE
 from .padding import Buckets
 from .plans import GraphedStats, PerThread, Plan, State, check_aliases
@@ -164,6 +165,8 @@ class GraphedCallable:
     def _eager(self, state: State, plan: Plan, call: Call) -> Any:
         context = state.context
 
+        if plan.calls == 0 and context.device.type == "cuda" and torch.is_grad_enabled():
+            claim(context, [x for x in walk.tensors(self._fn) if x.is_leaf and x.requires_grad and x.is_cuda])
         with context.seat(exclusive=plan.draws is not False):
             drawn = context.drawn() if plan.draws is None else None
             with rng_positions.tracing_on(context.device) as plan.trace:

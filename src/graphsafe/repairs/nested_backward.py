@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ class _PerThread(threading.local):
 
 
 _per_thread = _PerThread()
+_scopes: list[Callable[[], AbstractContextManager[None]]] = []  # one at most
 _lock = threading.Lock()  # guards the replacement; taken alone
 
 
@@ -49,6 +51,11 @@ def watch(too_deep: Callable[[], None]) -> None:
                 return
 
 
+def around(scope: Callable[[], AbstractContextManager[None]]) -> None:
+    """Have each outermost backward run inside ``scope()``, from now on."""
+    _scopes[:] = [scope]
+
+
 def accumulations() -> int | None:
     """How many backwards this thread has begun that add to ``.grad``; None where they cannot be counted."""
     engine = getattr(torch.autograd.Variable, "_execution_engine", None)
@@ -56,7 +63,7 @@ def accumulations() -> int | None:
 
 
 def _counting(base: Any, too_deep: Callable[[], None]) -> Any:
-    per_thread, run = _per_thread, base.run_backward
+    per_thread, scopes, run = _per_thread, _scopes, base.run_backward
 
     class CountingEngine(base):  # type: ignore[misc]
         """Torch's own engine, which says when a backward is nested too deep."""
@@ -70,7 +77,10 @@ def _counting(base: Any, too_deep: Callable[[], None]) -> Any:
             per_thread.depth = depth + 1
             per_thread.accumulations += bool(kwargs.get("accumulate_grad"))
             try:
-                return run(self, *args, **kwargs)
+                if depth or not scopes:
+                    return run(self, *args, **kwargs)
+                with scopes[0]():
+                    return run(self, *args, **kwargs)
             finally:
                 per_thread.depth = depth
 
