@@ -39,9 +39,9 @@ TARGETS = {"captures": 2000, "replays": 20_000, "failed_captures": 500}  # in FU
 HANG_S = 60.0
 SEGMENT_BYTES = 2 * MEBIBYTE  # what the allocator reserves for small tensors at a time
 # Each graph has a generator state, with a seed and an offset on the device, of 512 bytes each in the allocator's least
-# block. Torch keeps pointers to a capture that CUDA broke, so graphsafe never frees that graph, nor its state. These lie
-# on the streams of contexts, of which there are as many as contexts were alive at once: each keeps one segment for good,
-# however many captures fail.
+# block. Torch keeps pointers to a capture that CUDA broke, so graphsafe never frees that graph, nor its state. They lie
+# on the streams of contexts, of which there are as many as contexts were alive at once: each keeps one segment, however
+# many captures fail.
 FAILED_CAPTURE_BYTES = 1024
 
 
