@@ -13,6 +13,7 @@ import torch
 
 from graphsafe import GateTimeout, GraphsafeError, WrongThreadError, gate, thread_context
 from graphsafe.errors import CaptureError
+from graphsafe.waits import wait_for
 
 from .helpers import run_threads
 
@@ -170,7 +171,7 @@ def test_gate_deadline_stands_still_while_the_holder_compiles(
 def test_gate_timeout_setting_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAPHSAFE_TIMEOUT_S", "soon")
     with pytest.raises(GraphsafeError, match="GRAPHSAFE_TIMEOUT_S"):
-        gate.wait_for(threading.Condition(), lambda: True, None, "nothing")
+        wait_for(threading.Condition(), lambda: True, None, "nothing")
 
 
 def test_gate_seats_on_two_devices_taken_in_opposite_orders_do_not_deadlock() -> None:
@@ -249,14 +250,14 @@ def test_wait_for_logs_a_report_when_it_has_no_timeout(
     monkeypatch.setenv("GRAPHSAFE_TIMEOUT_S", "0.02")
     condition = threading.Condition()
     with condition:
-        assert gate.wait_for(condition, lambda: "the goods" in caplog.text, None, "the goods")
+        assert wait_for(condition, lambda: "the goods" in caplog.text, None, "the goods")
     assert "has waited" in caplog.text
 
 
 def test_wait_for_returns_false_at_its_timeout() -> None:
     condition = threading.Condition()
     with condition:
-        assert gate.wait_for(condition, lambda: False, 0.01, "nothing") is False
+        assert wait_for(condition, lambda: False, 0.01, "nothing") is False
 
 
 class Interrupted(gate.DeviceGate):
@@ -365,3 +366,19 @@ def test_forked_child_waits_for_no_thread_that_it_has_not() -> None:
     release.set()
     thread.join(DEADLINE_S)
     assert status == 0
+
+
+def test_seat_that_is_just_being_taken_is_not_taken_for_lost() -> None:
+    """A finaliser, a signal's handler or what runs on taking may take a seat itself."""
+    device = gate.gate_for(torch.device("cpu"))
+    given: list[str] = []
+
+    def on_take() -> None:
+        if not given:
+            given.append("began")
+            with device.seat(exclusive=False):
+                pass
+
+    with device.seat(exclusive=True, on_take=on_take, on_give=lambda: given.append("given")):
+        assert given == ["began"] and [hold.kind for hold in device._holders] == [gate.Kind.EXCLUSIVE]
+    assert given == ["began", "given"] and not device._holders

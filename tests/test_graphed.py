@@ -876,3 +876,43 @@ def test_graphed_tensor_subclasses_are_refused_and_equal_numbers_of_other_types_
     for k in (complex(0, 0.0), complex(0, -0.0), float("nan"), float("nan")):
         f(torch.ones(2), k)
     assert f.stats().captures == 3
+
+
+def test_graphed_function_that_begins_to_draw_draws_from_its_contexts_generator() -> None:
+    p = 0.0
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(x, p) if p else x * 1
+
+    def drawn(call: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        nonlocal p
+        p = 0.0
+        found = [call(torch.ones(64)) for _ in range(5)]
+        p = 0.5
+        return found + [call(torch.ones(64)) for _ in range(6)]
+
+    with gs.thread_context("cpu", seed=3) as context, context.eager():
+        expected = drawn(fn)
+    with gs.thread_context("cpu", seed=3):
+        found = drawn(gs.graphed(fn))
+    assert len({tuple(x.tolist()) for x in expected}) == 7
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_graphed_custom_function_may_keep_what_it_calls_a_variable(context: gs.ThreadContext) -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.variable = x.detach().clone()
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * 2
+
+    weight = nn.Parameter(torch.ones(3))
+    f = gs.graphed(lambda x: Double.apply(weight * x).sum(), num_warmup_iters=1)
+    for _ in range(3):
+        weight.grad = None
+        f(torch.ones(3)).backward()
+        assert torch.equal(weight.grad, torch.full((3,), 2.0))

@@ -25,6 +25,7 @@ MAX_LINES = 400
 LAYERS = (
     "errors",
     "padding",
+    "paths",
     "walk",
     "repairs",
     "deadlines",
@@ -33,6 +34,7 @@ LAYERS = (
     "cuda_errors",
     "holds",
     "gate",
+    "waits",
     "compile_gate",
     "own_streams",
     "context",

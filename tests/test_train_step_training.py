@@ -864,3 +864,26 @@ def test_train_step_of_distributed_data_parallel_with_too_few_warm_ups_is_refuse
     gs.TrainStep(error(parallel), adamw(parallel), mode="eager")
     with pytest.raises(gs.GraphsafeError, match=r"num_warmup_iters.*DistributedDataParallel"):
         gs.TrainStep(error(parallel), adamw(parallel))
+
+
+def test_train_step_that_begins_to_draw_draws_from_its_contexts_generator() -> None:
+    p = 0.0
+
+    def losses(mode: Any) -> list[float]:
+        nonlocal p
+        net = model()
+        found = []
+        with gs.thread_context("cpu", seed=3):
+            step = gs.TrainStep(
+                lambda x: (nn.functional.dropout(net(x), p) if p else net(x)).square().mean(),
+                torch.optim.AdamW(net.parameters(), lr=0.1),
+                mode=mode,
+            )
+            for i in range(12):
+                p = 0.0 if i < 5 else 0.5
+                found.append(float(step(torch.full((32, 8), float(i)))))
+        return found
+
+    found = losses("eager")
+    torch.rand(5)  # the default generator is another one now
+    assert losses("eager") == found and losses("graph") == found

@@ -152,8 +152,8 @@ def leaves_of(
         if node is None or node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None:
+        if private.takes_gradients(node):
+            variable = node.variable  # type: ignore[attr-defined]
             if id(variable) not in skip:
                 found[id(variable)] = variable
             continue
@@ -269,10 +269,12 @@ class _Hook:
 def _hooks_once(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
     """Gradient hooks of the leaves do nothing in this thread during the block; other threads may run them meanwhile."""
     for leaf in leaves:
-        hooks = leaf._backward_hooks
-        for key, hook in tuple((hooks or {}).items()):
+        hooks: Any = leaf._backward_hooks or {}
+        for key, hook in tuple(hooks.items()):
             if not isinstance(hook, _Hook):
-                hooks[key] = _Hook(hook)  # type: ignore[index]
+                wrapped = _Hook(hook)
+                if key in hooks:  # another thread may have removed it meanwhile
+                    hooks[key] = wrapped
     _per_thread.inside += 1
     try:
         yield

@@ -34,7 +34,7 @@ from .capture import Graph, capture_with_retries
 from .compile_gate import CompileInCapture
 from .context import ThreadContext
 from .errors import CaptureError, require
-from .leaf_owners import claim
+from .leaf_owners import claimed
 from .memory import Memory, refuse_rebound
 from .repairs import nested_backward, private, rng_positions
 from .repairs.rng_positions import Trace
@@ -151,9 +151,11 @@ class CallBuffers:
         pool = self._pool
         if pool is None and (with_gradient or self.alias):
             pool = self._pool = torch.cuda.graph_pool_handle()
-        self.graph, result = capture_with_retries(
-            self.context, body, gradients.restore, shared_pool=pool is None, pool=pool, name=self._name(), trace=trace
-        )
+        undo, shared, name = gradients.restore, pool is None, self._name()
+        with claimed(self.context, before if with_gradient else ()):
+            self.graph, result = capture_with_retries(
+                self.context, body, undo, shared_pool=shared, pool=pool, name=name, trace=trace
+            )
         self._pool = self.graph.pool if pool is not None else None  # a failed try may have cost the first one
         try:
             gradients.check()
@@ -161,7 +163,8 @@ class CallBuffers:
             self._note(call, result, since, before)
             changed = [x for x, version in zip(watched, versions, strict=True) if x._version != version]
             self._note_changes(changed, before)
-            self._owns_leaves = claim(self.context, self._sources)
+            with claimed(self.context, self._sources) as self._owns_leaves:
+                pass  # the graph keeps them
         except BaseException:
             self.close()
             raise

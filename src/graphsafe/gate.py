@@ -33,6 +33,7 @@ from .failures import thread_name
 from .holds import Counters as Counters
 from .holds import Kind as Kind
 from .holds import nothing, stack_lines
+from .repairs import private
 from .tasks import current_task, task_name
 
 logger = logging.getLogger("graphsafe")
@@ -62,10 +63,11 @@ class Hold:
 
 
 class _PerThread(threading.local):
-    """What this thread holds, outermost first, and its name when it first came here."""
+    """What this thread holds, outermost first, what it is about to hold, and its name when it first came here."""
 
     def __init__(self) -> None:
         self.held: list[Hold] = []
+        self.coming: list[Hold] = []  # taken, maybe, and not yet among those held
         self.name = thread_name()
 
 
@@ -202,7 +204,8 @@ class Scope:
         hold.ident, hold.thread_name = threading.get_ident(), _per_thread.name
         hold.task, hold.stack = current_task(), _held()
         stack = hold.stack
-        here = next((held for held in stack if held.gate is hold.gate), None)
+        taken = (*stack, *(held for held in _per_thread.coming if held.taken))
+        here = next((held for held in taken if held.gate is hold.gate), None)
         if here is not None and here.task is not hold.task:
             raise WrongThreadError(f"The seat on {hold.gate.device}", _owner(here), _owner(hold))
         if any(held.kind is Kind.CAPTURE for held in stack):  # inside one's own capture nothing waits
@@ -224,8 +227,7 @@ class Scope:
         try:
             aside = [held for held in stack if captures or held.gate.order >= hold.gate.order]
             self._set_aside = _give_all(aside, stack)
-            hold.gate.take(hold)
-            stack.append(hold)
+            _take_all([hold], stack)
             if not captures:  # seats on other devices are taken again at once, in order; here's waits
                 again = [held for held in self._set_aside if held is not self._outer]
                 self._set_aside = [] if self._outer is None else [self._outer]
@@ -277,7 +279,7 @@ def _drop(hold: Hold, stack: list[Hold]) -> None:
 
 def _lost(gate: DeviceGate) -> list[Hold]:
     """What this thread holds at a gate although it has forgotten it, by an interrupt."""
-    me, held = threading.get_ident(), _per_thread.held
+    me, held = threading.get_ident(), (*_per_thread.held, *_per_thread.coming)
     return [hold for hold in tuple(gate._holders) if hold.ident == me and hold not in held]
 
 
@@ -301,9 +303,14 @@ def _give_all(holds: list[Hold], stack: list[Hold] | None = None) -> list[Hold]:
 
 
 def _take_all(holds: list[Hold], stack: list[Hold]) -> None:
+    coming = _per_thread.coming
     for hold in holds:
-        hold.gate.take(hold)
-        stack.append(hold)
+        coming.append(hold)
+        try:
+            hold.gate.take(hold)
+            stack.append(hold)
+        finally:
+            coming.remove(hold)
 
 
 def capturing() -> DeviceGate | None:
@@ -331,34 +338,6 @@ def released() -> Iterator[None]:
         yield
     finally:
         _take_all(given, stack)
-
-
-def wait_for(condition: threading.Condition, predicate: Callable[[], bool], timeout: float | None, what: str) -> bool:
-    """Wait on ``condition``, which the caller holds, until ``predicate()`` or until ``timeout`` seconds have passed.
-
-    Without a timeout it waits for ever, and logs who holds and waits for what every ``GRAPHSAFE_TIMEOUT_S`` seconds.
-
-    Returns:
-        ``predicate()`` at the end.
-    """
-    start = time.monotonic()
-    deadline = None if timeout is None else start + timeout
-    interval = timeout_s()
-    next_report = start + interval
-    while not predicate():
-        now = time.monotonic()
-        if deadline is not None and now >= deadline:
-            return False
-        condition.wait((next_report if deadline is None else min(deadline, next_report)) - now)
-        if time.monotonic() >= next_report:
-            next_report += interval
-            waited, who = time.monotonic() - start, threading.current_thread().name
-            condition.release()  # a log handler may use the very object that is waited for
-            try:
-                logger.warning("Thread %r has waited %.0f s for %s.\n%s", who, waited, what, report())
-            finally:
-                condition.acquire()
-    return True
 
 
 _gates: dict[torch.device, DeviceGate] = {}
@@ -397,3 +376,7 @@ def report() -> str:
         lines.append(f"thread {names.get(ident, ident)!r} compiles since {now - since:.1f} s:")
         lines += stack_lines(frames.get(ident))
     return "\n".join(lines) or "Nobody holds a seat, captures or compiles."
+
+
+# Dynamo would compile what they run inside compiled code, and wait for the compile lock with a gate's own lock held.
+private.have_dynamo_skip(Scope.__enter__, Scope.__exit__, DeviceGate.take, DeviceGate.give, DeviceGate.leave)

@@ -29,7 +29,7 @@ from .cpu_buffers import CpuBuffers
 from .errors import NoContextError, ShapeMismatchError, is_count, require
 from .failures import warn
 from .fast_path import MISS, FastPath
-from .leaf_owners import claim
+from .leaf_owners import claimed
 from .memory import MAX_STALE
 from .padding import Buckets
 from .plans import GraphedStats, PerThread, Plan, State, check_aliases
@@ -122,19 +122,19 @@ class GraphedCallable:
 
     def _serve(self, state: State, plan: Plan, call: Call, roots: tuple[Any, ...], padded: frozenset[int]) -> Any:
         if not plan.admitted:
-            return self._eager(state, plan, call)
+            return self._eager(state, plan, call, roots)
         mine = plan.buffers.get(call.slots, [])
         free = next((one for one in mine if not one.in_flight), None)
         if free is not None:
             if not free.memory.holds() or free.memory.training() != free.training:
                 self._drop(state, plan, free)
-                return self._eager(state, plan, call)
+                return self._eager(state, plan, call, roots)
             plan.used = True
             state.counts.replays += 1
             self._note_short_way(state, free, call)
             return self._given(free, free.replay(call))
         if plan.calls < self._num_warmup_iters or self._is_crowded(plan, mine):
-            return self._eager(state, plan, call)
+            return self._eager(state, plan, call, roots)
         return self._capture(state, plan, call, roots, padded)
 
     def _capture(self, state: State, plan: Plan, call: Call, roots: tuple[Any, ...], padded: frozenset[int]) -> Any:
@@ -155,19 +155,17 @@ class GraphedCallable:
             plan.compiles += 1
             if plan.compiles > 1:
                 raise
-            return self._eager(state, plan, call)  # compiles outside the capture
+            return self._eager(state, plan, call, roots)  # compiles outside the capture
         plan.compiles, plan.used = 0, False
         plan.buffers.setdefault(call.slots, []).append(buffers)
         state.counts.captures += 1
         state.counts.replays += 1
         return self._given(buffers, result)
 
-    def _eager(self, state: State, plan: Plan, call: Call) -> Any:
+    def _eager(self, state: State, plan: Plan, call: Call, roots: tuple[Any, ...]) -> Any:
         context = state.context
-
-        if plan.calls == 0 and context.device.type == "cuda" and torch.is_grad_enabled():
-            claim(context, [x for x in walk.tensors(self._fn) if x.is_leaf and x.requires_grad and x.is_cuda])
-        with context.seat(exclusive=plan.draws is not False):
+        leaves = walk.tensors(*roots) if context.device.type == "cuda" and torch.is_grad_enabled() else ()
+        with claimed(context, leaves), context.seat(exclusive=plan.draws is not False):
             drawn = context.drawn() if plan.draws is None else None
             with rng_positions.tracing_on(context.device) as plan.trace:
                 result = call_eagerly(context, self._fn, call, lambda: plan.draws is not False, self._must_be_used())

@@ -1,19 +1,21 @@
-"""Knows the thread on whose stream the gradients of a leaf arrive that threads share.
+"""Knows on which context's stream the gradients of a leaf arrive, where threads share it.
 
-Autograd has one node a leaf that takes its gradients, on the stream that was current when the node was made. A captured
-backward of another thread would draw that stream into its capture, and what its owner launches there meanwhile would be
-recorded and not run.
+Autograd has one node a leaf that takes its gradients, on the stream that was current when the node was made; all graphs
+that reach the leaf keep it, and a new one is made once they are gone. A captured backward that meets a node of another
+thread would draw that thread's stream into its capture, and what is launched there meanwhile would be recorded and not
+run.
 
 Guarantees:
-- The first context that differentiates through a leaf owns it as long as it lives; its backwards may be captured. Those
-  of other contexts run eagerly, on what their forward graph saved.
-- Once a leaf is shared, backwards of threads with contexts hold a shared seat: they wait for captures, and captures for
-  them.
+- A node belongs to the first context that marks it, as long as anything keeps the node. Backwards of other contexts are
+  not captured: those of graphed functions and of a TrainStep run eagerly, any other raises CaptureError.
+- A thread whose gradients may arrive on another's stream holds a shared seat in each backward: captures and exclusive
+  steps wait for it, and it for them.
+
+Not seen: a node that plain code, outside graphsafe's calls, made on another stream and still keeps.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -21,47 +23,105 @@ from typing import Any
 
 import torch
 
+from . import gate
 from .context import ThreadContext, active_contexts
-from .repairs import nested_backward
+from .errors import CaptureError
+from .repairs import nested_backward, private
 
-
-class _Owners:
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards the two below; taken alone
-        self._owners: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[ThreadContext]]] = {}  # by id of the leaf
-        self._nodes: weakref.WeakKeyDictionary[ThreadContext, list[Any]] = weakref.WeakKeyDictionary()
-
-    def claim(self, context: ThreadContext, leaves: Iterable[torch.Tensor]) -> bool:
-        """Whether all of ``leaves`` are the context's own, from now on where they were nobody's."""
-        own = True
-        with self._lock:
-            for leaf in leaves:
-                found = self._owners.get(id(leaf))
-                owner = found[1]() if found is not None and found[0]() is leaf else None
-                if owner is None or owner.closed:
-                    self._owners[id(leaf)] = (weakref.ref(leaf), weakref.ref(context))
-                    # Made here, on this stream, unless something alive has it already.
-                    node = torch.autograd.graph.get_gradient_edge(leaf).node
-                    self._nodes.setdefault(context, []).append(node)
-                elif owner is not context:
-                    own = False
-            if len(self._owners) > 2 * sum(map(len, self._nodes.values())) + 64:
-                self._owners = {key: pair for key, pair in self._owners.items() if pair[0]() is not None}
-        if not own:
-            nested_backward.around(_on_seats)
-        return own
+_MARK = "graphsafe.context"  # in a node's metadata, which lives as long as the node
+_guests: weakref.WeakSet[ThreadContext] = weakref.WeakSet()  # that have met nodes of others
 
 
 @contextmanager
-def _on_seats() -> Iterator[None]:
-    """A shared seat on the devices of this thread's contexts."""
-    contexts = [context for context in active_contexts() if context.device.type == "cuda"]
-    if not contexts:
-        yield
-        return
-    with contexts[0].seat(exclusive=False):
-        yield
+def claimed(context: ThreadContext, tensors: Iterable[torch.Tensor]) -> Iterator[bool]:
+    """Keep the nodes of those leaves among ``tensors`` that lie on the context's device; mark those that nobody has.
+
+    Entered on the context's stream, where the nodes are made that there are not. Waits for other threads' eager steps,
+    which may have made some. A graph that is made inside keeps them.
+
+    Yields:
+        whether all of them are the context's own.
+    """
+    leaves = [x for x in tensors if x.device == context.device and x.layout is torch.strided and _takes_gradients(x)]
+    nodes: list[Any] = []
+    own = True
+    if leaves:
+        with context.seat(exclusive=True):
+            nodes += [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves]
+            own = all([_owner(node, context) is context for node in nodes])
+    nested_backward.around(_Backward)
+    if not own:
+        _guests.add(context)
+    yield own
+    nodes.clear()
 
 
-_owners = _Owners()
-claim = _owners.claim
+def _takes_gradients(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.requires_grad and tensor.is_leaf
+    except RuntimeError:  # a view whose base was modified since: torch refuses even to look
+        return False
+
+
+def _owner(node: Any, context: ThreadContext) -> ThreadContext | None:
+    """Whose a node is: from now on the context's, if it was nobody's. None: a context's that is gone."""
+    mark: weakref.ref[ThreadContext] = node.metadata.setdefault(_MARK, weakref.ref(context))
+    return mark()
+
+
+class _Backward:
+    """Holds the seats that a backward needs, and refuses one that would draw another's stream into a capture."""
+
+    def __init__(self, roots: Any) -> None:
+        self._roots, self._seats = roots, []  # type: ignore[var-annotated]
+
+    def __enter__(self) -> None:
+        contexts = [context for context in active_contexts() if context.device.type == "cuda"]
+        captured = gate.capturing()
+        if captured is not None:
+            _check_nodes(self._roots, [context for context in contexts if context.gate is captured])
+            return
+        try:
+            for context in sorted(_guests.intersection(contexts), key=lambda one: one.gate.order):
+                seat = context.seat(exclusive=False)
+                self._seats.append(seat)
+                seat.__enter__()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *exc_info: object) -> None:
+        while self._seats:
+            self._seats.pop().__exit__(*exc_info)
+
+
+private.have_dynamo_skip(_Backward.__init__, _Backward.__enter__, _Backward.__exit__)
+
+
+def _check_nodes(roots: Any, contexts: list[ThreadContext]) -> None:
+    """Raise CaptureError where a backward inside the context's capture reaches a leaf's node of another context."""
+    for context in contexts:
+        for node in _nodes(roots):
+            leaf = node.variable
+            if leaf.device == context.device and _owner(node, context) is not context:
+                raise CaptureError(
+                    f"The backward reaches a parameter of shape {tuple(leaf.shape)} whose gradients arrive on another "
+                    "thread's stream, since a graph of that thread reads it too.",
+                    cure="Run the other thread's calls under torch.no_grad(), let go of what they returned, or give "
+                    "each thread parameters of its own.",
+                )
+
+
+def _nodes(roots: Any) -> Iterator[Any]:
+    """The nodes that take leaves' gradients, of all that ``roots`` depend on."""
+    seen: set[Any] = set()
+    some = (roots,) if isinstance(roots, torch.Tensor) else tuple(roots or ())
+    pending = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in some]
+    while pending:
+        node: Any = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if not node.next_functions and private.takes_gradients(node):
+            yield node
+        pending.extend(one for one, _ in node.next_functions)

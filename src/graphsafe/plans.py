@@ -56,10 +56,12 @@ class Plan:
     buffers: dict[tuple[int, ...], list[CallBuffers]] = field(default_factory=dict)
 
     def drop(self) -> None:
+        """Let the graphs go, and what was learnt from the calls before them."""
         for some in self.buffers.values():
             for one in some:
                 one.close()
         self.buffers.clear()
+        self.draws = None
 
 
 class State:

@@ -57,6 +57,51 @@ class StepPlan:
     traces: dict[Kind, Trace | None] = field(default_factory=dict)  # what eager calls did with the random state
     first: tuple[torch.Tensor, ...] = ()  # parameters that the first micro-batch gives a gradient
     captured: dict[tuple[Kind, tuple[int, ...]], Captured] = field(default_factory=dict)
+    is_guest: bool = False  # another thread's graph keeps the parameters' gradients on its stream
+
+    def forget(self) -> None:
+        """Let the graphs go, and what was learnt from the calls before them: each kind runs eagerly once more."""
+        for captured in self.captured.values():
+            if captured.graph is not None:
+                captured.graph.close()
+        self.captured.clear()
+        self.kinds.clear()
+        self.draws = None
+
+    def note_guest(self) -> None:
+        """Say, once, that the parameters' gradients arrive on another thread's stream."""
+        if not self.is_guest:
+            self.is_guest = True
+            warn(
+                "TrainStep runs eagerly while another thread's graph reads its parameters for gradients: autograd "
+                "takes a parameter's gradients on one stream. Run that thread's calls under torch.no_grad(), let go of "
+                "what they returned, or give each thread parameters of its own."
+            )
+
+
+class Draws:
+    """Whether calls of a signature draw random numbers, as far as known, while what ``roots`` read stays as it was."""
+
+    def __init__(self, *roots: Any) -> None:
+        self._roots, self._found = roots, dict[int, bool]()
+        self._memory: Memory | None = None
+
+    def of(self, call: Call) -> bool | None:
+        if self._memory is not None and not self._memory.holds():
+            self.forget()
+        return self._found.get(hash(call.key))
+
+    def note(self, call: Call, drew: bool) -> bool:
+        if len(self._found) > MAX_NOTED:
+            self._found.clear()
+        if self._memory is None:
+            self._memory = Memory(*self._roots)
+        self._found[hash(call.key)] = drew
+        return drew
+
+    def forget(self) -> None:
+        self._found.clear()
+        self._memory = None
 
 
 class FastStep:

@@ -23,12 +23,13 @@ from .context import ThreadContext, active_contexts
 from .errors import GraphsafeError, NoContextError, ShapeMismatchError
 from .failures import warn
 from .graph import Graph
+from .leaf_owners import claimed
 from .loop import Kind, Loop
 from .memory import Memory, refuse_rebound
 from .optimizers import OptimizerControl
 from .repairs import private, rng_positions
 from .signature import Call, StaticInputs, copied, differs, read_call
-from .step_plans import MAX_NOTED, Captured, FastStep, StepPlan, Tensors, check_arguments, check_warmup, note_stale
+from .step_plans import Captured, Draws, FastStep, StepPlan, Tensors, check_arguments, check_warmup, note_stale
 from .streams import on_own_stream
 
 
@@ -104,7 +105,7 @@ class TrainStep:
         self._plans: dict[object, StepPlan] = {}
         self._position = 0  # micro-batches of the unfinished accumulation
         self._num_steps = 0
-        self._drawn: dict[int, bool] = {}  # whether calls draw, by the hash of their signature
+        self._draws = Draws(loss_fn, model)
         self._trained = [p.requires_grad for p in self._control.parameters]
         self._warned, self._stale = False, 0
         self._fast: FastStep | None = None
@@ -162,7 +163,11 @@ class TrainStep:
         warm = plan.calls >= self._num_warmup_iters and kind in plan.kinds and self._num_steps > 0
         if known is not None or not warm or not self._loop.gradients_ready(kind):
             return self._eager(context, plan, call, batch, kind)
-        return self._capture(context, plan, call, batch, kind)
+        with claimed(context, walk.tensors(self._roots) if self._device.type == "cuda" else ()) as own:
+            if own:
+                return self._capture(context, plan, call, batch, kind)
+        plan.note_guest()
+        return self._eager(context, plan, call, batch, kind)
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
@@ -236,8 +241,7 @@ class TrainStep:
                 first = next(iter(self._plans.values()))
                 raise ShapeMismatchError("TrainStep's batch", first.summary, call.summary())
             admitted = admitted and self._on_mismatch == "capture"
-        self._drawn = {} if len(self._drawn) > MAX_NOTED else self._drawn
-        plan = StepPlan(call.summary(), admitted, draws=self._drawn.get(hash(call.key)))
+        plan = StepPlan(call.summary(), admitted)
         if admitted:
             self._plans[call.key] = plan
         elif self._on_mismatch == "capture" and not self._warned and self._mode == "graph":
@@ -250,14 +254,14 @@ class TrainStep:
         return plan
 
     def _eager(self, context: ThreadContext, plan: StepPlan, call: Call, batch: tuple[Any, ...], kind: Kind) -> Any:
-        draws = plan.draws
+        draws = plan.draws = self._draws.of(call)
         with context.seat(exclusive=draws is not False):
             before = context.drawn() if draws is None else None
             with rng_positions.tracing_on(context.device) as trace:
                 result = self._loop.run(batch, kind)
             plan.traces[kind] = trace
             if draws is None:
-                plan.draws = self._drawn[hash(call.key)] = context.drawn() != before
+                plan.draws = self._draws.note(call, context.drawn() != before)
         if kind == "first" and kind not in plan.kinds:
             plan.first = self._loop.with_gradient()
             dense = all(p.grad is not None and p.grad.layout is torch.strided for p in plan.first)
@@ -388,10 +392,7 @@ class TrainStep:
         """Let all graphs go: a parameter or the optimizer's state is no longer the captured one."""
         self._fast = None
         for plan in self._plans.values():
-            for captured in plan.captured.values():
-                if captured.graph is not None:
-                    captured.graph.close()
-            plan.captured.clear()
-            plan.kinds.clear()  # each kind of call runs eagerly once more
+            plan.forget()
+        self._draws.forget()
         self._loop.static_gradients = {}
         self._control.prepare()

@@ -9,9 +9,7 @@ Guarantees:
 from __future__ import annotations
 
 import collections
-import dis
 import functools
-import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,63 +17,15 @@ from typing import Any
 
 import torch
 
+from .paths import VALUES, Edge, follow, globals_read, is_library, is_users, paths_read, words
+
 _OPAQUE = frozenset({"threading", "_thread", "queue", "logging", "weakref"})  # modules whose objects hold no tensors
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), torch.device, torch.dtype, torch.Size, types.ModuleType)
 
-_VALUES = (str, bytes, int, float, complex, bool, type(None))
 _OWN = ("_tensors", "_fn", "_roots")  # attributes of graphsafe's classes that lead to what is the user's
 
-Edge = tuple[Any, Any, Any]  # (mapping or list, key, child), where it holds the child; or (cell, None, child)
-Part = tuple[Any, Any, Any]  # the same, or (None, None, child) where the child hangs on nothing that can be looked up
-_LIBRARIES = frozenset({"torch", "graphsafe", "numpy", *sys.stdlib_module_names})  # hold none of the user's tensors
+Part = tuple[Any, Any, Any]  # an Edge, or (None, None, child) where the child hangs on nothing that can be looked up
 _FIRST = frozenset({"forward", "__call__"})  # methods that run without being named
-_CODE_CACHE_SIZE = 4096
-
-
-def _is_library(name: str | None) -> bool:
-    top = (name or "").split(".")[0]
-    return top in _LIBRARIES and top != "__main__"
-
-
-def _is_users(name: str | None) -> bool:
-    """Whether a module is neither a library nor an installed package, whose classes and modules are not looked into."""
-    module = sys.modules.get(name or "")
-    return not _is_library(name) and "-packages" not in (getattr(module, "__file__", None) or "")
-
-
-@functools.lru_cache(maxsize=_CODE_CACHE_SIZE)
-def _words(code: types.CodeType) -> frozenset[str]:
-    """The names that code reads, and its strings, which may be names too."""
-    found = {step.argval for step in dis.get_instructions(code) if step.opname.startswith("LOAD_")}
-    words = {word for word in found if isinstance(word, str)}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            words |= _words(constant)
-        elif isinstance(constant, str):
-            words.add(constant)
-    return frozenset(words)
-
-
-@functools.lru_cache(maxsize=_CODE_CACHE_SIZE)
-def _globals_read(code: types.CodeType) -> frozenset[str]:
-    found = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= _globals_read(constant)
-    return frozenset(found)
-
-
-@functools.lru_cache(maxsize=_CODE_CACHE_SIZE)
-def _read_of_self(code: types.CodeType) -> frozenset[str]:
-    """The attributes that a method reads of its first argument."""
-    if not code.co_argcount:
-        return frozenset()
-    first, found, is_self = code.co_varnames[0], set(), False
-    for step in dis.get_instructions(code):
-        if is_self and step.opname == "LOAD_ATTR":
-            found.add(step.argval)
-        is_self = step.opname.startswith("LOAD_FAST") and step.argval == first
-    return frozenset(found)
 
 
 def _function_parts(fn: types.FunctionType) -> Iterator[Part]:
@@ -86,25 +36,25 @@ def _function_parts(fn: types.FunctionType) -> Iterator[Part]:
             continue
     for value in (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()):
         yield None, None, value
-    if not _is_library(fn.__module__):
-        scope, words = fn.__globals__, _words(fn.__code__)
-        for name in _globals_read(fn.__code__):
+    if not is_library(fn.__module__):
+        scope, names = fn.__globals__, words(fn.__code__)
+        for name in globals_read(fn.__code__):
             if name in scope:
                 yield scope, name, scope[name]
-                yield from _module_parts(scope[name], words)
+                yield from _module_parts(scope[name], names)
     for name, value in vars(fn).items():
         yield fn.__dict__, name, value
 
 
-def _module_parts(module: Any, words: frozenset[str], depth: int = 3) -> Iterator[Part]:
+def _module_parts(module: Any, names: frozenset[str], depth: int = 3) -> Iterator[Part]:
     """What code may read as an attribute of an imported module."""
-    if not isinstance(module, types.ModuleType) or not _is_users(module.__name__):
+    if not isinstance(module, types.ModuleType) or not is_users(module.__name__):
         return
     scope = vars(module)
-    for name in words & scope.keys():
+    for name in names & scope.keys():
         yield scope, name, scope[name]
         if depth:
-            yield from _module_parts(scope[name], words, depth - 1)
+            yield from _module_parts(scope[name], names, depth - 1)
 
 
 def _items(container: Mapping[Any, Any]) -> Iterator[Part]:
@@ -189,6 +139,7 @@ class _Walk:
         self.names: set[str] = set(_FIRST)
         self._classes: dict[type, set[str]] = {}  # -> names of theirs that were not visited yet
         self.methods: dict[type, list[types.CodeType]] = {}
+        self.functions: list[types.FunctionType] = []
         self.scopes: list[Any] = []  # mappings of class attributes
 
     def visit(self) -> Iterator[tuple[Any, list[Part]]]:
@@ -216,13 +167,16 @@ class _Walk:
                     pending.extend(child for _, _, child in parts)
 
     def _note(self, item: Any) -> None:
+        if isinstance(item, types.MethodType) and isinstance(item.__func__, types.FunctionType):
+            self.methods.setdefault(type(item.__self__), []).append(item.__func__.__code__)
         if isinstance(item, types.FunctionType):
-            if not _is_library(item.__module__):
-                self.names |= _words(item.__code__)
+            if not is_library(item.__module__):
+                self.functions.append(item)
+                self.names |= words(item.__code__)
             return
         cls = item if isinstance(item, type) else type(item)
         for base in cls.__mro__:
-            if base not in self._classes and _is_users(base.__module__):
+            if base not in self._classes and is_users(base.__module__):
                 self._classes[base] = set(vars(base))
 
     def _attributes(self, cls: type, names: Iterable[str]) -> Iterator[Part]:
@@ -270,7 +224,8 @@ class Trace:
         edges: on the ways to them. Attributes of an object count where code that is reached reads them, so what a
             training loop notes on the same object does not.
         variables: those of the edges that are variables, attributes, and parts of modules, not entries of containers.
-        values: other variables and attributes that the code reads: numbers, strings, None.
+        values: other variables, attributes and entries that the code reads: numbers, strings, None, and what they are
+            read of.
         fixed: what else it reads and seldom is another: functions, and values in packages that are installed.
     """
 
@@ -320,7 +275,8 @@ def trace(*roots: Any) -> Trace:
     names = walk.names | {"_parameters", "_buffers", "_modules", *_OWN}
     kept: list[Edge] = []
     variables: list[Edge] = []
-    others: list[tuple[Edge, bool]] = [pair for owner in fields.values() for pair in _values_of(owner, walk)]
+    others = [pair for owner in fields.values() for pair in _values_of(owner, walk)]
+    others += [pair for fn in walk.functions for pair in _values_read(fn)]
     for edge in edges:
         container, key, child = edge
         is_variable = isinstance(container, types.CellType) or id(container) in scopes | classes
@@ -331,15 +287,14 @@ def trace(*roots: Any) -> Trace:
                 if is_variable or owner is not None or id(container) in tables:
                     variables.append(edge)
         elif is_variable:
-            others.append((edge, id(container) in installed or not isinstance(child, _VALUES)))
-    return Trace(
-        [item for item in found if isinstance(item, torch.Tensor)],
-        modules,
-        kept,
-        variables,
-        [edge for edge, is_fixed in others if not is_fixed],
-        [edge for edge, is_fixed in others if is_fixed],
-    )
+            others.append((edge, id(container) in installed or not isinstance(child, VALUES)))
+    values = _once(edge for edge, is_fixed in others if not is_fixed)
+    fixed = _once(edge for edge, is_fixed in others if is_fixed)
+    return Trace([item for item in found if isinstance(item, torch.Tensor)], modules, kept, variables, values, fixed)
+
+
+def _once(edges: Iterable[Edge]) -> list[Edge]:
+    return list({(id(edge[0]), edge[1]): edge for edge in edges}.values())
 
 
 def _is_installed(code: types.CodeType) -> bool:
@@ -347,18 +302,35 @@ def _is_installed(code: types.CodeType) -> bool:
 
 
 def _values_of(owner: Any, walk: _Walk) -> Iterator[tuple[Edge, bool]]:
-    """The plain attributes of an object that its own code reads; of torch's modules all that is public.
+    """The plain values that an object's own code reads of it, or of what it has; of torch's modules all that is public.
 
     Returns:
         each with whether it belongs to an installed package.
     """
-    fields, is_fixed = owner.__dict__, False
-    if isinstance(owner, torch.nn.Module) and _is_library(type(owner).__module__):
-        names, is_fixed = {name for name in fields if not name.startswith("_") and name != "training"}, True
-    else:
-        codes = [code for base in type(owner).__mro__ for code in walk.methods.get(base, ())]
-        names = {name for code in codes for name in _read_of_self(code)} - {"training"}
-        is_fixed = any(map(_is_installed, codes))
-    for name in names & fields.keys():
-        if isinstance(fields[name], _VALUES):
-            yield (fields, name, fields[name]), is_fixed
+    if isinstance(owner, torch.nn.Module) and is_library(type(owner).__module__):
+        for name, value in owner.__dict__.items():
+            if not name.startswith("_") and name != "training" and isinstance(value, VALUES):
+                yield (owner.__dict__, name, value), True
+        return
+    codes = [code for base in type(owner).__mro__ for code in walk.methods.get(base, ())]
+    is_fixed = any(map(_is_installed, codes))
+    for path in {path for code in codes for path in paths_read(code) if path.root == "self"}:
+        yield from ((edge, is_fixed) for edge in follow(owner, path))
+
+
+def _values_read(fn: types.FunctionType) -> Iterator[tuple[Edge, bool]]:
+    """The plain values that a function reads of its variables, each with whether it belongs to an installed package."""
+    is_fixed = _is_installed(fn.__code__)
+    for path in paths_read(fn.__code__):
+        container: Any = None
+        if path.root == "global" and path.name in fn.__globals__:
+            container, key, start = fn.__globals__, path.name, fn.__globals__[path.name]
+        elif path.root == "free":
+            container, key = (fn.__closure__ or ())[fn.__code__.co_freevars.index(path.name)], None
+            try:
+                start = container.cell_contents
+            except ValueError:  # not filled yet
+                continue
+        if container is not None and (edges := follow(start, path)):
+            yield (container, key, start), is_fixed
+            yield from ((edge, is_fixed) for edge in edges)

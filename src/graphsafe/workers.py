@@ -25,6 +25,7 @@ from . import cuda_errors, gate, walk
 from .context import ThreadContext, active_contexts, draw_seed, resolve_device
 from .deadlines import timeout_s
 from .errors import GraphsafeError
+from .waits import wait_for
 
 T = TypeVar("T")
 
@@ -144,7 +145,7 @@ class Worker(Generic[T]):
         """
         if not self._ended:
             with gate.released(), self._done:
-                if not gate.wait_for(self._done, lambda: self._ended, timeout, f"the result of worker {self.name!r}"):
+                if not wait_for(self._done, lambda: self._ended, timeout, f"the result of worker {self.name!r}"):
                     raise TimeoutError(
                         f"Worker {self.name!r} has not ended within {timeout} s. It runs on; call result() again."
                     )
@@ -294,9 +295,7 @@ class WorkerGroup:
                 left = (
                     None if stopped_at is None or self.timeout is None else stopped_at + self.timeout - time.monotonic()
                 )
-                gate.wait_for(
-                    self._changed, ended, min(gate.POLL_S, left) if left is not None else gate.POLL_S, "workers"
-                )
+                wait_for(self._changed, ended, min(gate.POLL_S, left) if left is not None else gate.POLL_S, "workers")
         for worker in self._workers:
             if worker.done():
                 worker._thread.join()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -315,3 +316,54 @@ def test_make_graphed_callables_trains_on_the_gpu_as_eager_does() -> None:
         return [t.clone() for t in module.state_dict().values()]
 
     assert all(torch.equal(a, b) for a, b in zip(run(False), run(True), strict=True))
+
+
+def test_threads_that_share_trained_weights_accumulate_into_one_gradient() -> None:
+    """Each adds to .grad on the stream of the weight's one node, also while another thread captures."""
+    weight = torch.randn(128, device=DEVICE, requires_grad=True)
+    f = gs.graphed(lambda x: (x * weight).sin().sum(1))
+    weight.grad = torch.zeros_like(weight)
+    batches = [[x for x, _ in data(i, 40)] for i in range(4)]
+    with gs.thread_context(DEVICE) as context, context.eager(rng=False):
+        gradients = [torch.autograd.grad((x * weight).sin().sum(), weight)[0] for batch in batches for x in batch]
+        expected = torch.stack(gradients).double().sum(0)
+        torch.cuda.current_stream().synchronize()
+
+    def work(i: int) -> None:
+        with gs.thread_context(DEVICE):
+            for n, x in enumerate(batches[i]):
+                if n == 10 * i + 5:
+                    f.reset()  # captures come anew while the others accumulate
+                f(x).sum().backward()
+            torch.cuda.current_stream().synchronize()
+
+    run_threads(4, work, DEADLINE_S)
+    torch.testing.assert_close(weight.grad.double(), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_what_another_threads_graph_reads_for_gradients_is_trained_eagerly_and_refused_in_a_capture() -> None:
+    layer = nn.Linear(128, 1, device=DEVICE)
+    x, ready, done = data(0, 1)[0][0], threading.Event(), threading.Event()
+
+    def evaluate() -> None:
+        f = gs.graphed(layer, num_warmup_iters=1)
+        kept = [f(x) for _ in range(3)]  # their graphs keep the parameters' nodes
+        ready.set()
+        assert done.wait(DEADLINE_S) and kept
+
+    worker = gs.spawn(evaluate, device=DEVICE)
+    assert ready.wait(DEADLINE_S)
+    try:
+        with gs.thread_context(DEVICE):
+            with pytest.raises(gs.CaptureError, match="another thread's stream"), gs.capture():
+                layer(x).square().mean().backward()
+            layer.zero_grad()
+            step = gs.TrainStep(
+                lambda x: layer(x).square().mean(), torch.optim.SGD(layer.parameters(), lr=0.1, fused=True)
+            )
+            with pytest.warns(gs.GraphsafeWarning, match="runs eagerly while another thread's graph"):
+                losses = [float(step(x)) for _ in range(6)]
+        assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1]
+    finally:
+        done.set()
+        worker.result(DEADLINE_S)

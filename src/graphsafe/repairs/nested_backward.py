@@ -10,14 +10,28 @@ Guarantees:
 from __future__ import annotations
 
 import threading
-import types
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from . import private
+
 MAX_DEPTH = 60  # of backwards inside a backward that torch keeps on one thread
+
+
+class Scope(Protocol):
+    """What an outermost backward runs inside of. Not a generator: Dynamo must be told to skip its methods.
+
+    Args:
+        roots: the tensors that are differentiated.
+    """
+
+    def __init__(self, roots: Any) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exc_info: object) -> None: ...
 
 
 class _PerThread(threading.local):
@@ -29,7 +43,7 @@ class _PerThread(threading.local):
 
 
 _per_thread = _PerThread()
-_scopes: list[Callable[[], AbstractContextManager[None]]] = []  # one at most
+_scopes: list[type[Scope]] = []  # one at most
 _lock = threading.Lock()  # guards the replacement; taken alone
 
 
@@ -51,8 +65,8 @@ def watch(too_deep: Callable[[], None]) -> None:
                 return
 
 
-def around(scope: Callable[[], AbstractContextManager[None]]) -> None:
-    """Have each outermost backward run inside ``scope()``, from now on."""
+def around(scope: type[Scope]) -> None:
+    """Have each outermost backward run inside ``scope(roots)``, from now on."""
     _scopes[:] = [scope]
 
 
@@ -79,20 +93,10 @@ def _counting(base: Any, too_deep: Callable[[], None]) -> Any:
             try:
                 if depth or not scopes:
                     return run(self, *args, **kwargs)
-                with scopes[0]():
+                with scopes[0](args[0] if args else kwargs.get("tensors")):
                     return run(self, *args, **kwargs)
             finally:
                 per_thread.depth = depth
 
-    _have_dynamo_skip(CountingEngine.run_backward.__code__)
+    private.have_dynamo_skip(CountingEngine.run_backward, callees=False)
     return CountingEngine
-
-
-def _have_dynamo_skip(code: types.CodeType) -> None:
-    """Have Dynamo compile no frame of ``code`` where a backward runs inside code that is compiled in part."""
-    frames = torch._C._dynamo.eval_frame
-    try:
-        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-        frames.set_code_exec_strategy(code, skip)
-    except (AttributeError, TypeError):  # this torch has another way: it may look at the frame
-        return

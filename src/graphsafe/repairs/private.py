@@ -154,3 +154,24 @@ def leave_modes(down_to: Modes, *, with_flags: bool) -> None:
         vars(_python_dispatch).update(down_to.flags)
     while torch._C._len_torch_function_stack() > down_to.num_function:
         torch._C._pop_torch_function_stack()
+
+
+def takes_gradients(node: Any) -> bool:
+    """Whether an autograd node is the one that adds to a leaf's ``.grad``; its ``variable`` is the leaf."""
+    return isinstance(node, torch._C._functions.AccumulateGrad)  # type: ignore[attr-defined]
+
+
+def have_dynamo_skip(*functions: Callable[..., Any], callees: bool = True) -> None:
+    """Have Dynamo compile no frame of ``functions`` where compiled code calls them, nor of what these call.
+
+    Args:
+        callees: False lets it look at the frames of what they call.
+    """
+    frames = torch._C._dynamo.eval_frame
+    try:
+        others = frames._FrameAction.SKIP if callees else frames._FrameAction.DEFAULT
+        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, others)
+        for function in functions:
+            frames.set_code_exec_strategy(function.__code__, skip)
+    except (AttributeError, TypeError):  # this torch has another way: it may look at the frames
+        return

@@ -1,0 +1,218 @@
+"""What code reads, by its bytecode: names, and paths of attributes and entries, as ``cfg.scale`` and ``table["s"]``.
+
+Guarantees:
+- Nothing is imported, and no code of the user's is run: no property, no ``__getattr__``.
+"""
+
+from __future__ import annotations
+
+import collections
+import dis
+import functools
+import sys
+import types
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+VALUES = (str, bytes, int, float, complex, bool, type(None))
+Edge = tuple[Any, Any, Any]  # (mapping or list, key, child), where it holds the child; or (cell, None, child)
+
+_LIBRARIES = frozenset({"torch", "graphsafe", "numpy", *sys.stdlib_module_names})  # hold none of the user's tensors
+_CODE_CACHE_SIZE = 4096
+_NOTHING = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "NOT_TAKEN"})  # instructions that leave the stack as it is
+
+
+class Step(NamedTuple):
+    """One step of a path: an attribute's name, or the constant key of an entry."""
+
+    is_entry: bool
+    key: Any
+
+
+Chain = tuple[str, str, tuple[Step, ...]]  # the kind of variable, "global" or "variable", its name, steps
+
+
+class Path(NamedTuple):
+    """Where a path begins, and how it goes on.
+
+    Attributes:
+        root: "self" is the function's first argument, "free" a variable of a function around it.
+    """
+
+    root: Literal["global", "free", "self"]
+    name: str
+    steps: tuple[Step, ...]
+
+
+@functools.lru_cache(maxsize=_CODE_CACHE_SIZE)
+def words(code: types.CodeType) -> frozenset[str]:
+    """The names that code reads, and its strings, which may be names too."""
+    found = {step.argval for step in dis.get_instructions(code) if step.opname.startswith("LOAD_")}
+    names = {word for word in found if isinstance(word, str)}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= words(constant)
+        elif isinstance(constant, str):
+            names.add(constant)
+    return frozenset(names)
+
+
+@functools.lru_cache(maxsize=_CODE_CACHE_SIZE)
+def globals_read(code: types.CodeType) -> frozenset[str]:
+    """The global variables that code reads."""
+    found = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= globals_read(constant)
+    return frozenset(found)
+
+
+@functools.lru_cache(maxsize=_CODE_CACHE_SIZE)
+def paths_read(code: types.CodeType) -> frozenset[Path]:
+    """The paths that code reads, of one step or more. What it reads to change it in place, as a counter, is none."""
+    first = code.co_varnames[0] if code.co_argcount else None
+    chains, aliases = _chains(code)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            for root, name, steps in paths_read(constant):
+                if root == "global":
+                    chains.append((root, name, steps))
+                elif root == "free":  # a variable of this code, or of one around it
+                    kind, name, known = aliases.get(name, ("variable", name, ()))
+                    chains.append((kind, name, known + steps))
+    found: set[Path] = set()
+    for kind, name, steps in chains:
+        if kind == "global":
+            found.add(Path("global", name, steps))
+        elif name == first:
+            found.add(Path("self", name, steps))
+        elif name in code.co_freevars:
+            found.add(Path("free", name, steps))
+    return frozenset(found)
+
+
+def _chains(code: types.CodeType) -> tuple[list[Chain], dict[str, Chain]]:
+    """Each variable that is read, with what is read of it at once; and local variables that stand for such a chain.
+
+    Those are bound once, to it.
+    """
+    bound = collections.Counter(name for step in dis.get_instructions(code) for name in _stored(step))
+    chains: list[Chain] = []
+    aliases: dict[str, Chain] = {}
+    kind, name, key = "", "", None
+    steps: list[Step] = []
+    awaits_key = False
+    for instruction in dis.get_instructions(code):
+        operation, value = instruction.opname, instruction.argval
+        if operation in _NOTHING:
+            continue
+        if kind and awaits_key:
+            awaits_key = False
+            if operation == "BINARY_SUBSCR" or (operation == "BINARY_OP" and instruction.argrepr == "[]"):
+                steps.append(Step(True, key))
+                continue
+        elif kind and operation in ("LOAD_ATTR", "LOAD_METHOD"):
+            steps.append(Step(False, value))
+            continue
+        elif kind and operation in ("LOAD_CONST", "LOAD_SMALL_INT"):
+            awaits_key, key = True, value
+            continue
+        if kind and steps:
+            chains.append((kind, name, tuple(steps)))
+        stored = _stored(instruction)
+        if kind and stored and bound[stored[0]] == 1:
+            aliases[stored[0]] = kind, name, tuple(steps)
+        kind, steps = "", []
+        if operation in ("LOAD_GLOBAL", "LOAD_NAME"):
+            kind, name = "global", value
+        elif "LOAD_FAST" in operation or operation.startswith(("LOAD_DEREF", "LOAD_CLASSDEREF")):
+            last = value[-1] if isinstance(value, tuple) else value  # some load two at once
+            kind, name, known = aliases.get(last, ("variable", last, ()))
+            steps = list(known)
+    return chains, aliases  # the last instruction returns or raises, and reads nothing
+
+
+def _stored(instruction: dis.Instruction) -> tuple[str, ...]:
+    """The local variables that an instruction binds."""
+    value = instruction.argval
+    if not instruction.opname.startswith(("STORE_FAST", "STORE_DEREF")):
+        return ()
+    if not isinstance(value, tuple):
+        return (value,)
+    return value[:1] if "LOAD_FAST" in instruction.opname else value
+
+
+def is_library(name: str | None) -> bool:
+    """Whether a module is torch's, graphsafe's, numpy's or Python's own."""
+    top = (name or "").split(".")[0]
+    return top in _LIBRARIES and top != "__main__"
+
+
+def is_users(name: str | None) -> bool:
+    """Whether a module is neither a library nor an installed package, whose classes and modules are not looked into."""
+    module = sys.modules.get(name or "")
+    return not is_library(name) and "-packages" not in (getattr(module, "__file__", None) or "")
+
+
+class _Attributes:
+    """An object's attributes, or those of a class, as a mapping. Runs no code of the user's."""
+
+    __slots__ = ("_of",)
+
+    def __init__(self, of: Any) -> None:
+        self._of = of
+
+    def __getitem__(self, name: str) -> Any:
+        kind = type if isinstance(self._of, type) else object
+        try:
+            return kind.__getattribute__(self._of, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+
+def follow(start: Any, path: Path) -> list[Edge]:
+    """The edges on a path, where it leads to a plain value, or to where it cannot be followed."""
+    edges: list[Edge] = []
+    for is_entry, key in path.steps:
+        if isinstance(start, torch.Tensor) or (isinstance(start, torch.nn.Module) and key == "training"):
+            return []
+        if isinstance(start, types.ModuleType) and not is_users(start.__name__):
+            return []
+        edge = _entry(start, key) if is_entry else _attribute(start, key)
+        if edge is None:
+            return edges
+        edges.append(edge)
+        start = edge[2]
+    return edges if isinstance(start, VALUES) else []
+
+
+def _entry(item: Any, key: Any) -> Edge | None:
+    if isinstance(item, dict):
+        return (item, key, dict.__getitem__(item, key)) if dict.__contains__(item, key) else None
+    if isinstance(item, list) and isinstance(key, int) and -len(item) <= key < len(item):
+        return item, key, list.__getitem__(item, key)
+    return None
+
+
+def _attribute(item: Any, name: str) -> Edge | None:
+    fields = getattr(item, "__dict__", None)
+    if not isinstance(item, type):
+        tables = [fields] if isinstance(fields, dict) else []
+        if isinstance(item, torch.nn.Module):
+            tables += [item._parameters, item._buffers, item._modules]
+        for table in tables:
+            if name in table:
+                return table, name, table[name]
+    classes = item.__mro__ if isinstance(item, type) else type(item).__mro__
+    for base in classes:
+        if name in vars(base):
+            member = vars(base)[name]
+            is_slot = isinstance(member, types.MemberDescriptorType) and not isinstance(item, type)
+            if hasattr(type(member), "__get__") and not is_slot:
+                return None  # what it would give is code's to say
+            try:
+                return (attributes := _Attributes(item)), name, attributes[name]
+            except KeyError:  # a slot that is not filled yet
+                return None
+    return None

@@ -1,0 +1,200 @@
+"""What a graph sees of the numbers that its function reads, wherever they hang, and what it does not mind."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import graphsafe as gs
+from graphsafe.memory import Memory
+from graphsafe.paths import paths_read
+
+weight = torch.nn.Parameter(torch.ones(2))
+
+
+class Config:
+    factor = 1.0
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+        self.inner = types.SimpleNamespace(scale=1.0)
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    scale: float = 1.0
+
+
+class Scaled:
+    def __init__(self) -> None:
+        self.scale, self.weight = 1.0, weight
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale * self.weight
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.config, self.scales = weight, Config(), [1.0, 2.0]
+        self.steps = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        config = self.config
+        return sum(x * config.inner.scale * scale for scale in (self.scales[0], config.scale)) * self.weight  # type: ignore[no-any-return]
+
+
+config, slots, table, scaled, model = Config(), Slots(), {"scale": 1.0}, Scaled(), Model()
+
+
+def of_a_closure() -> tuple[Callable[..., Any], Config]:
+    own = Config()
+    return lambda x: [x * own.scale * weight for _ in range(1)], own
+
+
+in_closure, closures = of_a_closure()
+READS: dict[str, tuple[Callable[..., Any], Callable[[], object], Callable[[], object]]] = {
+    "a global object's": (
+        lambda x: x * weight * config.scale,
+        lambda: setattr(config, "scale", 7.0),
+        lambda: setattr(config, "scale", 1.0),
+    ),
+    "a closure's object's": (
+        in_closure,
+        lambda: setattr(closures, "scale", 7.0),
+        lambda: setattr(closures, "scale", 1.0),
+    ),
+    "an object's slot": (
+        lambda x: x * weight * slots.scale,
+        lambda: setattr(slots, "scale", 7.0),
+        lambda: setattr(slots, "scale", 1.0),
+    ),
+    "a class's": (
+        lambda x: x * weight * Config.factor,
+        lambda: setattr(Config, "factor", 7.0),
+        lambda: setattr(Config, "factor", 1.0),
+    ),
+    "a class's, hidden by the object's own": (
+        lambda x: x * weight * config.factor,
+        lambda: setattr(config, "factor", 7.0),
+        lambda: delattr(config, "factor"),
+    ),
+    "an entry of a dict": (
+        lambda x: x * weight * table["scale"],
+        lambda: table.update(scale=7.0),
+        lambda: table.update(scale=1.0),
+    ),
+    "a bound method's": (
+        scaled.run,
+        lambda: setattr(scaled, "scale", 7.0),
+        lambda: setattr(scaled, "scale", 1.0),
+    ),
+    "an entry of a list of a module's": (
+        model,
+        lambda: model.scales.__setitem__(0, 7.0),
+        lambda: model.scales.__setitem__(0, 1.0),
+    ),
+    "a module's object's, by a local variable": (
+        model,
+        lambda: setattr(model.config, "scale", 7.0),
+        lambda: setattr(model.config, "scale", 1.0),
+    ),
+    "two objects down": (
+        model,
+        lambda: setattr(model.config.inner, "scale", 7.0),
+        lambda: setattr(model.config.inner, "scale", 1.0),
+    ),
+    "the object itself": (
+        model,
+        lambda: setattr(model, "config", Config()),
+        lambda: setattr(model, "config", Config()),
+    ),
+}
+
+
+@pytest.mark.parametrize("where", READS)
+def test_number_that_is_another_is_seen_at_the_next_call_wherever_it_hangs(where: str) -> None:
+    fn, change, change_back = READS[where]
+    memory = Memory(fn)
+    assert memory.holds() and memory.holds()
+    change()
+    try:
+        assert not memory.holds()
+    finally:
+        change_back()
+
+
+def test_what_code_counts_and_what_it_does_not_read_is_nobodys_business() -> None:
+    model.ignored = 1
+    memory = Memory(model)
+    model.ignored, model.steps, model.scales[1], config.scale = 2, 3, 4.0, 5.0
+    try:
+        assert memory.holds()
+    finally:
+        model.scales[1], config.scale = 2.0, 1.0
+
+
+def test_nothing_of_the_users_runs_while_paths_are_followed() -> None:
+    ran: list[str] = []
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            ran.append(name)
+            return 1.0
+
+        @property
+        def scale(self) -> float:
+            ran.append("scale")
+            return 1.0
+
+    watched = Watched()
+    memory = Memory(lambda x: x * weight * watched.scale * watched.missing)
+    assert memory.holds() and not ran
+
+
+def test_graph_that_reads_a_config_is_captured_anew_when_that_changes() -> None:
+    with gs.thread_context("cpu"):
+        run = gs.graphed(model)
+        with torch.no_grad():
+            for _ in range(5):
+                before = run(torch.ones(2))
+            model.config.scale = 3.0
+            try:
+                after = run(torch.ones(2))
+            finally:
+                model.config.scale = 1.0
+    assert torch.equal(before, torch.full((2,), 2.0)) and torch.equal(after, torch.full((2,), 4.0))
+    assert run.stats().eager_calls == 4  # the changed call is one: what it reads is learnt anew
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("def f(self): return self.a.b['c'][0].d", {("self", "self", "a.b[c][0].d")}),
+        ("def f(self, x): return x.a + self.b", {("self", "self", "b")}),
+        ("def f(self): self.n += 1", set()),
+        ("def f(self): return [self.a for _ in x.y]", {("self", "self", "a"), ("global", "x", "y")}),
+        ("def f(self): return lambda: self.a + g.b", {("self", "self", "a"), ("global", "g", "b")}),
+        (
+            "def f():\n c = g.a\n return c.b, c.d",
+            {("global", "g", "a"), ("global", "g", "a.b"), ("global", "g", "a.d")},
+        ),
+        ("def f(x):\n c = g.a\n if x: c = x\n return c.b", {("global", "g", "a")}),
+        ("def f(): return g.a[g.b]", {("global", "g", "a"), ("global", "g", "b")}),
+    ],
+)
+def test_paths_are_read_from_bytecode_of_this_python(source: str, expected: set[tuple[str, str, str]]) -> None:
+    scope: dict[str, Any] = {}
+    exec(source, scope)
+    found = set()
+    for path in paths_read(scope["f"].__code__):
+        steps = "".join(f"[{step.key}]" if step.is_entry else f".{step.key}" for step in path.steps)
+        found.add((path.root, path.name, steps.lstrip(".")))
+    assert found == expected, sys.version
