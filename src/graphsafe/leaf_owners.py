@@ -6,8 +6,9 @@ thread would draw that thread's stream into its capture, and what is launched th
 run.
 
 Guarantees:
-- A node belongs to the first context that marks it, as long as anything keeps the node. Backwards of other contexts are
-  not captured: those of graphed functions and of a TrainStep run eagerly, any other raises CaptureError.
+- A node is marked with the stream of the context that made it, for as long as anything keeps the node. Contexts with
+  another stream capture no backward that meets it: those of graphed functions and of a TrainStep run eagerly, any other
+  raises CaptureError.
 - A thread whose gradients may arrive on another's stream holds a shared seat in each backward: captures and exclusive
   steps wait for it, and it for them.
 
@@ -28,7 +29,7 @@ from .context import ThreadContext, active_contexts
 from .errors import CaptureError
 from .repairs import nested_backward, private
 
-_MARK = "graphsafe.context"  # in a node's metadata, which lives as long as the node
+_MARK = "graphsafe.stream"  # in a node's metadata, which lives as long as the node
 _guests: weakref.WeakSet[ThreadContext] = weakref.WeakSet()  # that have met nodes of others
 
 
@@ -48,7 +49,7 @@ def claimed(context: ThreadContext, tensors: Iterable[torch.Tensor]) -> Iterator
     if leaves:
         with context.seat(exclusive=True):
             nodes += [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves]
-            own = all([_owner(node, context) is context for node in nodes])
+            own = all([_is_own(node, context) for node in nodes])
     nested_backward.around(_Backward)
     if not own:
         _guests.add(context)
@@ -63,10 +64,10 @@ def _takes_gradients(tensor: torch.Tensor) -> bool:
         return False
 
 
-def _owner(node: Any, context: ThreadContext) -> ThreadContext | None:
-    """Whose a node is: from now on the context's, if it was nobody's. None: a context's that is gone."""
-    mark: weakref.ref[ThreadContext] = node.metadata.setdefault(_MARK, weakref.ref(context))
-    return mark()
+def _is_own(node: Any, context: ThreadContext) -> bool:
+    """Whether a node has the context's stream, which no other context has; from now on, if it was not marked."""
+    stream = id(context) if context.stream is None else context.stream.cuda_stream
+    return bool(node.metadata.setdefault(_MARK, stream) == stream)
 
 
 class _Backward:
@@ -103,7 +104,7 @@ def _check_nodes(roots: Any, contexts: list[ThreadContext]) -> None:
     for context in contexts:
         for node in _nodes(roots):
             leaf = node.variable
-            if leaf.device == context.device and _owner(node, context) is not context:
+            if leaf.device == context.device and not _is_own(node, context):
                 raise CaptureError(
                     f"The backward reaches a parameter of shape {tuple(leaf.shape)} whose gradients arrive on another "
                     "thread's stream, since a graph of that thread reads it too.",
