@@ -168,7 +168,7 @@ class FakeCuda:
             "capturing": dict(self.capturing),
             "generator": self.default_generator.state,
             "holders": [len(one._holders) + len(one._waiters) for one in gate.all_gates()],
-            "held": list(gate._held()),
+            "held": list(gate.held()),
         }
 
 

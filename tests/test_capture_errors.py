@@ -520,7 +520,7 @@ def test_engine_that_counts_is_torchs_own_and_dynamo_leaves_it_alone() -> None:
 def snapshot(context: Any) -> dict[str, Any]:
     cpu = context.device.type == "cpu"
     return {
-        "held": list(gate._held()),
+        "held": list(gate.held()),
         "gates": [len(one._holders) + len(one._waiters) for one in gate.all_gates()],
         "capturing": gate.capturing(),
         "collector": (gc.isenabled(), len(collector.collector_guard._users)),
@@ -697,7 +697,7 @@ def test_context_left_by_an_error_with_a_capture_open_puts_everything_back() -> 
         block.__enter__()
         torch.rand(2)
         raise KeyError
-    assert gate.capturing() is None and gate._held() == [] and private.open_modes() == modes
+    assert gate.capturing() is None and gate.held() == [] and private.open_modes() == modes
     assert gc.isenabled() == collecting and torch.equal(torch.default_generator.get_state(), default)
     with gs.thread_context("cpu") as context:
         Place("cpu", None).check_next(context)

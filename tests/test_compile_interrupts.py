@@ -44,7 +44,7 @@ def compile_once():
 def left_behind():
     torchs = torch._dynamo.convert_frame.compile_lock.lock
     return [name for name, is_left in {
-        "a seat": bool(gate._held()) or any(one._holders or one._waiters for one in gate.all_gates()),
+        "a seat": bool(gate.held()) or any(one._holders or one._waiters for one in gate.all_gates()),
         "compiling": bool(compile_gate._depth.compiles or gate.compiling),
         "the compile lock": compile_gate._lock._is_owned(),
         "torch's compile lock": torchs._is_owned(),
@@ -119,7 +119,7 @@ if child == 0:
     found.append(torch._C._is_multithreading_enabled())
     scoped = []
     def backend(graph_module, inputs):
-        scoped.append(threading.get_ident() in gate.compiling and not gate._held())
+        scoped.append(threading.get_ident() in gate.compiling and not gate.held())
         return graph_module.forward
     with gs.thread_context("cpu", seed=2) as context, context.eager():
         value = torch.compile(lambda x: x + 2, backend=backend)(torch.ones(1)).item()

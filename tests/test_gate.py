@@ -330,7 +330,7 @@ def test_abandon_gives_back_what_interrupts_made_a_thread_lose_but_no_other_thre
     assert seated.wait(DEADLINE_S)
     kept = interrupted.seat(exclusive=False)
     with kept:
-        gate.abandon(interrupted, but=tuple(gate._held()))
+        gate.abandon(interrupted, but=tuple(gate.held()))
         assert len(interrupted._holders) == 2
         gate.abandon(interrupted)
         assert len(interrupted._holders) == 1

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 import warnings
-import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import torch
 import graphsafe as gs
 from graphsafe import context as contexts
 from graphsafe import gate, leaf_owners, sessions
-from graphsafe.leaf_owners import claimed
+from graphsafe.leaf_owners import alive, claimed, claimed_if_shared, note_leaves, note_nodes
 from graphsafe.repairs import nested_backward
 from graphsafe.step_plans import StepPlan
 
@@ -28,119 +29,129 @@ def as_before() -> Iterator[None]:
     nested_backward._scopes[:] = before
 
 
-def in_another_context(work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-    """What ``work`` returns in the context of a thread that stays until the second value is called."""
-    ready, done, found = threading.Event(), threading.Event(), []
+class Context:
+    """A stand-in for a context of a GPU, with a real gate. Its leaves lie on the CPU."""
 
-    def body() -> None:
-        found.append(work())
-        ready.set()
-        assert done.wait(60)
+    def __init__(self, name: str, device: str = "cpu", at: int = 0) -> None:
+        self.name, self.stream = name, SimpleNamespace(cuda_stream=hash(name))
+        self.device = torch.device(device)
+        self.gate = gate.gate_for(torch.device("cuda", at))
 
-    worker = gs.spawn(body, device="cpu")
-    assert ready.wait(60)
-
-    def end() -> None:
-        done.set()
-        worker.result(60)
-
-    return found[0], end
+    def seat(self, *, exclusive: bool) -> gate.Scope:
+        return self.gate.seat(exclusive=exclusive)
 
 
-def owns(context: gs.ThreadContext, leaves: list[torch.Tensor]) -> bool:
+def owns(context: Any, leaves: list[torch.Tensor]) -> bool:
     with claimed(context, leaves) as own:
         return own
 
 
-def doubled_as_own(leaf: torch.Tensor) -> torch.Tensor:
-    """A tensor whose graph keeps the leaf's node, which is this context's."""
-    with claimed(gs.current_context(), [leaf]) as own:
+def doubled_by(context: Any, leaf: torch.Tensor) -> torch.Tensor:
+    """A tensor whose graph keeps the leaf's node, which has the context's stream."""
+    with claimed(context, [leaf]) as own:
         assert own
         return leaf * 2
 
 
-def test_leaf_belongs_to_the_first_context_that_claims_it_as_long_as_a_graph_keeps_its_node() -> None:
+one, two = cast(gs.ThreadContext, Context("one")), cast(gs.ThreadContext, Context("two"))
+
+
+def test_leaf_belongs_to_the_first_stream_as_long_as_a_graph_keeps_its_node() -> None:
     leaves = [torch.ones(2, requires_grad=True) for _ in range(2)]
-    kept, end = in_another_context(lambda: doubled_as_own(leaves[0]))
-    with gs.thread_context("cpu") as context:
-        assert owns(context, leaves[1:]) and not owns(context, leaves)
-        # 1. It stays the other's beyond its context, whose stream the node has.
-        end()
-        assert not owns(context, leaves)
-        # 2. With the graph goes the node.
-        del kept
-        assert owns(context, leaves)
+    kept = doubled_by(one, leaves[0])
+    assert owns(two, leaves[1:]) and not owns(two, leaves)
+    # 1. The next context with that stream owns it, too.
+    assert owns(cast(gs.ThreadContext, Context("one")), leaves)
+    # 2. With the graph goes the node.
+    del kept
+    assert owns(two, leaves)
 
 
 def test_node_is_kept_as_long_as_it_is_claimed() -> None:
     leaf = torch.ones(2, requires_grad=True)
-    with gs.thread_context("cpu") as context:
-        with claimed(context, [leaf]) as own:
-            assert own
-            others, end = in_another_context(lambda: owns(gs.current_context(), [leaf]))
-            assert not others
-            end()
-        others, end = in_another_context(lambda: owns(gs.current_context(), [leaf]))
-        assert others
-        end()
+    with claimed(one, [leaf]) as own:
+        assert own and not owns(two, [leaf])
+    assert owns(two, [leaf])
 
 
-def test_node_that_an_eager_step_of_another_thread_may_have_made_is_waited_for() -> None:
+def test_what_a_graphed_call_met_is_marked_inside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaf_owners._Use, "graphed", False)
+    leaves = [torch.ones(2, requires_grad=True) for _ in range(2)]
+    # 1. Nobody shares anything: eager steps mark nothing.
+    with claimed_if_shared(one, leaves):
+        kept = [leaf * 2 for leaf in leaves]
+    assert owns(two, leaves)
+    del kept
+    # 2. A graphed call in eager mode, and one in a capture.
+    kept = [leaf * 2 for leaf in leaves]
+    assert [ref() for ref in note_leaves(one, leaves[:1])] == leaves[:1]
+    note_nodes(one, [kept[1], "no tensor"])
+    assert not owns(two, leaves[:1]) and not owns(two, leaves[1:])
+    # 3. From now on eager steps mark theirs.
+    del kept
+    with claimed_if_shared(one, leaves):
+        kept = [leaf * 2 for leaf in leaves]
+    assert not owns(two, leaves) and kept
+
+
+def test_nodes_are_claimed_while_nobody_captures() -> None:
     leaf = torch.ones(2, requires_grad=True)
+    kept: list[torch.Tensor] = []
 
-    def step() -> None:
-        with gs.current_context().eager(rng=False):
-            kept = [leaf * 2]  # a node that nobody has marked
+    def captures() -> None:
+        with one.gate.capture():
             started.set()
-            assert not claims.wait(0.5)  # the other waits for the end of this step
-            kept.clear()
+            kept.append(leaf * 2)
+            assert not claims.wait(0.5)
+            note_nodes(one, kept)
 
     started, claims = threading.Event(), threading.Event()
-    worker = gs.spawn(step, device="cpu")
+    worker = gs.spawn(captures, device="cpu")
     assert started.wait(60)
-    with gs.thread_context("cpu") as context, claimed(context, [leaf]):
+    with claimed(two, [leaf]) as own:
         claims.set()
+        assert not own
     worker.result(60)
 
 
 def test_claimed_leaf_that_becomes_another_kind_gets_a_node_that_is_looked_at_anew() -> None:
     leaf = torch.ones(2, requires_grad=True)
-    with gs.thread_context("cpu") as context:
-        with claimed(context, [leaf]):
-            mine = leaf * 2
-        leaf.data = torch.ones(3, dtype=torch.float64)
-        others, end = in_another_context(lambda: doubled_as_own(leaf))
-        assert mine.grad_fn is not None and others.shape == (3,)
-        assert not owns(context, [leaf])
-        end()
+    mine = doubled_by(one, leaf)
+    leaf.data = torch.ones(3, dtype=torch.float64)
+    other = doubled_by(two, leaf)
+    assert mine.grad_fn is not None and other.shape == (3,)
+    assert not owns(one, [leaf])
 
 
-def test_claimed_leaves_are_let_go_and_may_change_their_shape_while_the_context_lives() -> None:
+def test_claimed_leaves_are_let_go_and_may_change_their_shape() -> None:
     leaf = torch.ones(2, requires_grad=True)
-    with gs.thread_context("cpu") as context:
-        assert owns(context, [leaf])
-        leaf.data = torch.ones(5)
-        (leaf * 3).sum().backward()
-        assert torch.equal(leaf.grad, torch.full((5,), 3.0))
-        gone = weakref.ref(leaf)
-        del leaf
-        gc.collect()
-        assert gone() is None
+    assert owns(one, [leaf])
+    noted = note_leaves(one, [leaf])
+    leaf.data = torch.ones(5)
+    (leaf * 3).sum().backward()
+    assert torch.equal(leaf.grad, torch.full((5,), 3.0)) and alive(noted) == [leaf]
+    del leaf
+    gc.collect()
+    assert alive(noted) == [] == alive(None)
 
 
 def test_what_has_no_node_or_lies_elsewhere_is_not_asked_for_one() -> None:
-    base = torch.ones(4, requires_grad=True).clone()
-    stale = base.detach()[:2]
-    stale.requires_grad_()
+    stale = torch.ones(4).requires_grad_().clone()
+    view = stale[:2]
+    with torch.no_grad():
+        stale.mul_(2)
     others = [
         torch.ones(2),
         torch.ones(2, requires_grad=True) * 2,
         torch.eye(2).to_sparse().requires_grad_(),
         torch.ones(2, device="meta", requires_grad=True),
-        stale,
+        torch.nn.LazyLinear(2).weight,
+        view,
     ]
-    with gs.thread_context("cpu") as context:
-        assert owns(context, others)
+    assert owns(one, others)
+    with gs.thread_context("cpu") as context, claimed(context, [leaf := torch.ones(2, requires_grad=True)]) as own:
+        assert own
+        assert "graphsafe.stream" not in torch.autograd.graph.get_gradient_edge(leaf).node.metadata
 
 
 class Entered:
@@ -148,7 +159,7 @@ class Entered:
 
     times = 0
 
-    def __init__(self, roots: Any) -> None:
+    def __init__(self, roots: Any, inputs: Any) -> None:
         assert isinstance(roots[0], torch.Tensor)
 
     def __enter__(self) -> None:
@@ -164,78 +175,95 @@ def needs_counted_backwards() -> None:
         pytest.skip("this torch's engine cannot be counted")
 
 
-def test_outermost_backward_runs_inside_the_scope_that_was_asked_for() -> None:
+def test_each_backward_runs_inside_the_scope_that_was_asked_for() -> None:
     needs_counted_backwards()
     nested_backward.around(Entered)
     x = torch.ones(2, requires_grad=True)
     torch.utils.checkpoint.checkpoint(lambda y: y * 2, x, use_reentrant=True).sum().backward()  # one inside another
-    assert Entered.times == 1 and torch.equal(x.grad, torch.full((2,), 2.0))
-
-
-class Context:
-    """A stand-in for a context of a GPU, with a real gate."""
-
-    def __init__(self, index: int) -> None:
-        self.device = torch.device("cuda", index)
-        self.gate = gate.gate_for(self.device)
-
-    def seat(self, *, exclusive: bool) -> gate.Scope:
-        return self.gate.seat(exclusive=exclusive)
+    assert Entered.times == 2 and torch.equal(x.grad, torch.full((2,), 2.0))
 
 
 @pytest.fixture
 def on_two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[Context]:
-    """This thread has contexts of two GPUs, and has met nodes of others on both."""
+    """This thread has contexts of two GPUs."""
     needs_counted_backwards()
-    both = [Context(1), Context(0)]
+    both = [Context("second", "cuda:1", 1), Context("first", "cuda:0", 0)]
     monkeypatch.setattr(contexts._per_thread, "contexts", both)
-    monkeypatch.setattr(leaf_owners, "_guests", weakref.WeakSet(both))
-    nested_backward.around(leaf_owners._Backward)
+    leaf_owners.watch()
     return both
 
 
-def test_backward_holds_a_seat_on_each_device_where_gradients_may_arrive_on_anothers_stream(
-    on_two_gpus: list[Context], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_backward_holds_a_seat_on_each_device_of_its_thread(on_two_gpus: list[Context]) -> None:
     held: list[list[torch.device]] = []
     x = torch.ones(2, requires_grad=True)
-    x.register_hook(lambda gradient: held.append([hold.gate.device for hold in gate._held()]))
-    (x * 2).sum().backward()
-    monkeypatch.setattr(leaf_owners, "_guests", weakref.WeakSet(on_two_gpus[:1]))
-    (x * 2).sum().backward()
-    monkeypatch.setattr(leaf_owners, "_guests", weakref.WeakSet())
-    (x * 2).sum().backward()
+    x.register_hook(lambda gradient: held.append([hold.gate.device for hold in gate.held()]))
     first, second = torch.device("cuda", 0), torch.device("cuda", 1)
-    assert held == [[first, second], [second], []] and not gate._held()
+    (x * 2).sum().backward()
+    with on_two_gpus[0].seat(exclusive=True):
+        (x * 2).sum().backward()
+    assert held == [[first, second], [first, second]] and not gate.held()
+
+
+def test_backward_takes_no_seat_that_another_task_of_its_thread_holds(on_two_gpus: list[Context]) -> None:
+    x = torch.ones(2, requires_grad=True)
+
+    async def holder(done: asyncio.Event) -> None:
+        with on_two_gpus[0].seat(exclusive=False):
+            await done.wait()
+
+    async def main() -> None:
+        done = asyncio.Event()
+        task = asyncio.create_task(holder(done))
+        await asyncio.sleep(0)
+        (x * 2).sum().backward()
+        done.set()
+        await task
+
+    asyncio.run(main())
+    assert torch.equal(x.grad, torch.full((2,), 2.0)) and not gate.held()
+
+
+def test_threads_without_contexts_take_no_seat() -> None:
+    needs_counted_backwards()
+    leaf_owners.watch()
+    seen: list[int] = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda gradient: seen.append(len(gate.held())))
+    (x * 2).sum().backward()
+    assert seen == [0]
 
 
 def test_backward_inside_a_capture_is_checked_for_its_device_and_takes_no_seat(
     on_two_gpus: list[Context], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checked: list[tuple[Any, list[Context]]] = []
-    monkeypatch.setattr(leaf_owners, "_check_nodes", lambda roots, found: checked.append((roots, found)))
-    y = (torch.ones(2, requires_grad=True) * 2).sum()
+    checked: list[tuple[Any, Any, list[Context]]] = []
+    monkeypatch.setattr(leaf_owners, "_check_nodes", lambda *args: checked.append(args))
+    x = torch.ones(2, requires_grad=True)
+    y = (x * 2).sum()
     capture = on_two_gpus[0].gate.capture()
     capture.__enter__()
     try:
-        y.backward()
-        assert [hold.kind for hold in gate._held()] == [gate.Kind.CAPTURE]
+        y.backward(retain_graph=True)
+        torch.autograd.grad(y, x)
+        assert [hold.kind for hold in gate.held()] == [gate.Kind.CAPTURE]
     finally:
         capture.__exit__(None, None, None)
-    ((roots, found),) = checked
-    assert roots[0] is y and found == on_two_gpus[:1]
+    for (roots, inputs, found), expected in zip(checked, [(), (x,)], strict=True):
+        assert roots[0] is y and found == on_two_gpus[:1]
+        assert len(inputs) == len(expected) and all(a is b for a, b in zip(inputs, expected, strict=True))
 
 
 def test_backward_that_would_draw_anothers_stream_into_a_capture_is_refused() -> None:
-    leaf = torch.ones(2, requires_grad=True)
-    y = leaf * 2
-    kept, end = in_another_context(lambda: doubled_as_own(leaf))  # of which y's node is one, too
-    with gs.thread_context("cpu") as context:
-        for roots in (y, (y,), (torch.autograd.graph.get_gradient_edge(kept),)):
-            with pytest.raises(gs.CaptureError, match=r"shape \(2,\) whose gradients arrive on another"):
-                leaf_owners._check_nodes(roots, [context])
-        leaf_owners._check_nodes((torch.ones(3, requires_grad=True) * leaf.detach()[:1],), [context])
-        end()
+    leaf, free = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    y = leaf * free
+    kept = doubled_by(one, leaf)  # of which y's node is one, too
+    edge = torch.autograd.graph.get_gradient_edge(kept)
+    for roots, inputs in ((y, ()), ((y,), None), ((edge,), ()), ((y,), (leaf,))):
+        with pytest.raises(gs.CaptureError, match=r"shape \(2,\) whose gradients arrive on another"):
+            leaf_owners._check_nodes(roots, inputs, [two])
+        leaf_owners._check_nodes(roots, inputs, [one])
+    leaf_owners._check_nodes((y,), (free,), [one])
+    assert not owns(two, [free])  # it was nobody's
 
 
 def test_training_step_on_anothers_leaves_says_once_that_it_runs_eagerly() -> None:

@@ -24,11 +24,15 @@ class Config:
     def __init__(self) -> None:
         self.scale = 1.0
         self.inner = types.SimpleNamespace(scale=1.0)
+        self.sizes = (1, 2)
 
 
 @dataclasses.dataclass(slots=True)
 class Slots:
     scale: float = 1.0
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return x * weight * self.scale
 
 
 class Scaled:
@@ -37,6 +41,9 @@ class Scaled:
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.scale * self.weight
+
+    def outer(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(x)
 
 
 class Model(torch.nn.Module):
@@ -52,6 +59,8 @@ class Model(torch.nn.Module):
 
 
 config, slots, table, scaled, model = Config(), Slots(), {"scale": 1.0}, Scaled(), Model()
+other = Config()
+other.scale = 7.0
 
 
 def of_a_closure() -> tuple[Callable[..., Any], Config]:
@@ -113,8 +122,23 @@ READS: dict[str, tuple[Callable[..., Any], Callable[[], object], Callable[[], ob
     ),
     "the object itself": (
         model,
+        lambda: setattr(model, "config", other),
         lambda: setattr(model, "config", Config()),
-        lambda: setattr(model, "config", Config()),
+    ),
+    "an entry of a tuple": (
+        lambda x: x * weight * config.sizes[1],
+        lambda: setattr(config, "sizes", (1, 7)),
+        lambda: setattr(config, "sizes", (1, 2)),
+    ),
+    "what a method of the same object reads": (
+        scaled.outer,
+        lambda: setattr(scaled, "scale", 7.0),
+        lambda: setattr(scaled, "scale", 1.0),
+    ),
+    "a slot, by a method": (
+        slots.run,
+        lambda: setattr(slots, "scale", 7.0),
+        lambda: setattr(slots, "scale", 1.0),
     ),
 }
 
@@ -139,6 +163,61 @@ def test_what_code_counts_and_what_it_does_not_read_is_nobodys_business() -> Non
         assert memory.holds()
     finally:
         model.scales[1], config.scale = 2.0, 1.0
+
+
+def test_objects_on_the_way_to_an_equal_value_may_be_replaced() -> None:
+    memory = Memory(model)
+    model.config = Config()
+    assert memory.holds() and memory.holds()
+    model.config.inner.scale = 7.0  # of the new one
+    try:
+        assert not memory.holds()
+    finally:
+        model.config.inner.scale = 1.0
+
+
+class Trainer:
+    """What a training loop keeps beside the loss, some of it under names that the loss uses for other things."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(2, 1)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.state, self.shape = types.SimpleNamespace(step=0), (0, 0)
+
+    def loss(self, x: torch.Tensor) -> tuple[torch.Tensor, float]:
+        self.shape = tuple(x.shape)
+        y = self.model(x).view(self.shape[0], 1).exp().log()
+        return y.square().mean(), self.optimizer.param_groups[0]["lr"]
+
+    def log(self) -> str:
+        return f"step {self.state.step}"
+
+
+def test_what_a_training_loop_changes_beside_the_loss_makes_no_graph_stale() -> None:
+    trainer = Trainer()
+    memory = Memory(trainer.loss, trainer.model)
+    trainer.state.step += 1
+    trainer.shape = (3, 4)  # as the capture of another signature leaves it
+    trainer.optimizer.param_groups[0]["lr"] = 0.01
+    assert memory.holds()
+    step = gs.TrainStep(trainer.loss, trainer.optimizer)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(trainer.optimizer, 0.9)
+    with gs.thread_context("cpu") as context:
+        for i in range(20):
+            step(torch.ones(2 + i % 2, 2))
+            schedule.step()
+            trainer.state.step += 1
+        assert (context.counters.eager_steps, context.counters.captures) == (6, 2)
+
+
+def test_dicts_with_code_of_their_own_are_left_alone() -> None:
+    class Raising(dict):  # type: ignore[type-arg]
+        def __getitem__(self, key: str) -> Any:
+            raise RuntimeError("code of the user's")
+
+    own, tensors = Raising(s=1.0), Raising(w=weight)
+    memory = Memory(lambda x: x * weight * own["s"] * tensors["w"])
+    assert all(memory.holds() for _ in range(70))
 
 
 def test_nothing_of_the_users_runs_while_paths_are_followed() -> None:

@@ -52,7 +52,7 @@ class _Attached:
         self._process = os.getpid()
         self._found: dict[ThreadContext, _Found] = {}
         self._contexts = contexts._per_thread.contexts  # for the finaliser, which finds every threading.local empty
-        self._held = gate._held()
+        self._held = gate.held()
 
     def enter(self, context: ThreadContext) -> None:
         self._found[context] = self._state(context)
@@ -143,7 +143,7 @@ class _Attached:
             # Release would bring it to 0 again, and Python before 3.12.5 would delete the running thread a second time.
             ctypes.pythonapi.PyGILState_Ensure()
             contexts._per_thread.contexts = self._contexts
-            gate._held()[:] = self._held
+            gate.held()[:] = self._held
             self.end()
         elif os.getpid() == self._process:  # else a forked child clears away the threads that it has not
             self._leave_behind("another thread let go of them")

@@ -335,19 +335,21 @@ def call_eagerly(
     call: Call,
     exclusive: Callable[[], bool],
     must_be_used: Sequence[torch.Tensor] | None = None,
-) -> Any:
-    """A real call of ``fn`` on a seat, whose backward takes a seat too. Returns its result.
+) -> tuple[Any, list[torch.Tensor]]:
+    """A real call of ``fn`` on a seat, whose backward takes a seat too.
 
     Args:
         exclusive: whether the seat must be: whether it draws random numbers, as far as known.
         must_be_used: see ``check_used``.
+    Returns:
+        its result, and the leaves that gradients reach, inputs excepted.
     """
     if not torch.is_grad_enabled():
         args, kwargs = call.with_tensors(call.tensors)
         with context.seat(exclusive=exclusive()):
             result = fn(*args, **kwargs)
         check_result(private.tree_flatten(result)[0])
-        return result
+        return result, []
     inputs = [tensor for tensor in call.tensors if tensor.requires_grad]
     given = [tensor.detach().requires_grad_() if tensor.requires_grad else tensor for tensor in call.tensors]
     args, kwargs = call.with_tensors(given)
@@ -371,7 +373,7 @@ def call_eagerly(
     check_result(leaves)
     crossing = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if not crossing:
-        return result
+        return result, []
     outputs = [leaves[i] for i in crossing]
     own = [tensor for tensor in given if tensor.requires_grad]
     sources = leaves_of(outputs, own, since)
@@ -386,4 +388,4 @@ def call_eagerly(
     del outputs, result
     for index, tensor in zip(crossing, passage.cross(inputs), strict=True):
         leaves[index] = tensor
-    return private.tree_unflatten(leaves, spec)
+    return private.tree_unflatten(leaves, spec), sources

@@ -34,7 +34,7 @@ from .capture import Graph, capture_with_retries
 from .compile_gate import CompileInCapture
 from .context import ThreadContext
 from .errors import CaptureError, require
-from .leaf_owners import claimed
+from .leaf_owners import claimed, note_nodes
 from .memory import Memory, refuse_rebound
 from .repairs import nested_backward, private, rng_positions
 from .repairs.rng_positions import Trace
@@ -115,11 +115,12 @@ class CallBuffers:
 
     # the forward
 
-    def capture(self, call: Call, trace: Trace | None = None) -> Any:
+    def capture(self, call: Call, trace: Trace | None = None, leaves: Sequence[torch.Tensor] = ()) -> Any:
         """The capturing call: records, and runs once. Returns its result.
 
         Args:
             trace: of an eager call like it.
+            leaves: that gradients reached in it.
         """
         with torch.inference_mode(False):
             self.inputs = StaticInputs(call)
@@ -132,7 +133,8 @@ class CallBuffers:
             tensor.detach().requires_grad_() if i in self._differentiable else tensor
             for i, tensor in enumerate(self.inputs.tensors)
         ]
-        return self._capture(call, trace)
+        with claimed(self.context, leaves if torch.is_grad_enabled() else ()):
+            return self._capture(call, trace)
 
     def _capture(self, call: Call, trace: Trace | None) -> Any:
         before, memory = walk.tensors(self._roots), Memory(*self._roots)
@@ -146,16 +148,17 @@ class CallBuffers:
 
         def body() -> Any:
             with saved.hooks() if with_gradient else nullcontext():
-                return self._fn(*args, **kwargs)
+                result = self._fn(*args, **kwargs)
+            if with_gradient:
+                note_nodes(self.context, private.tree_flatten(result)[0])
+            return result
 
         pool = self._pool
         if pool is None and (with_gradient or self.alias):
             pool = self._pool = torch.cuda.graph_pool_handle()
-        undo, shared, name = gradients.restore, pool is None, self._name()
-        with claimed(self.context, before if with_gradient else ()):
-            self.graph, result = capture_with_retries(
-                self.context, body, undo, shared_pool=shared, pool=pool, name=name, trace=trace
-            )
+        self.graph, result = capture_with_retries(
+            self.context, body, gradients.restore, shared_pool=pool is None, pool=pool, name=self._name(), trace=trace
+        )
         self._pool = self.graph.pool if pool is not None else None  # a failed try may have cost the first one
         try:
             gradients.check()

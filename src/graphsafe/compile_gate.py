@@ -60,7 +60,7 @@ class _CompileScope:
         if _depth.compiles or captured is not None:
             return
         try:
-            self._stack = stack = gate._held()
+            self._stack = stack = gate.held()
             self._given = sorted((hold for hold in stack if hold.taken), key=lambda hold: hold.gate.order)
             self._process = os.getpid()
             gate._give_all(list(stack), stack)

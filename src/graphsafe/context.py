@@ -129,7 +129,7 @@ class ThreadContext:
                     f"This thread already has a context on {self.device} ({other.name!r}). One thread has one context "
                     "a device: use graphsafe.current_context(), or another device, or another thread."
                 )
-        self._ident, self._outside = threading.get_ident(), tuple(gate._held())
+        self._ident, self._outside = threading.get_ident(), tuple(gate.held())
         self.reseed(draw_seed() if self.seed is None else self.seed)
         with ExitStack() as stack:
             if self.device.type == "cuda":

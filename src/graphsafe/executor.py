@@ -260,9 +260,9 @@ def _leave_as_found(returned: Callable[..., Any] | None) -> GraphsafeError | Non
             f"{returned!r} returned with a capture open. The capture is given up, and its graph holds nothing. Capture "
             "with a `with` block."
         )
-    elif gate._held() and returned is not None:
+    elif gate.held() and returned is not None:
         gate.logger.error("%r returned with a seat held; it is given back. Use `with context.eager():`.", returned)
-    for hold in list(gate._held()):
+    for hold in list(gate.held()):
         try:
             gate.abandon(hold.gate)
         except BaseException:

@@ -75,7 +75,8 @@ _per_thread = _PerThread()
 compiling: dict[int, float] = {}  # thread ident -> since when; written by that thread, read by waiters and reports
 
 
-def _held() -> list[Hold]:
+def held() -> list[Hold]:
+    """What this thread holds, outermost first."""
     return _per_thread.held
 
 
@@ -202,7 +203,7 @@ class Scope:
     def __enter__(self) -> None:
         hold = self._hold
         hold.ident, hold.thread_name = threading.get_ident(), _per_thread.name
-        hold.task, hold.stack = current_task(), _held()
+        hold.task, hold.stack = current_task(), held()
         stack = hold.stack
         taken = (*stack, *(held for held in _per_thread.coming if held.taken))
         here = next((held for held in taken if held.gate is hold.gate), None)

@@ -26,10 +26,11 @@ from .call_buffers import CallBuffers
 from .compile_gate import CompileInCapture
 from .context import ThreadContext, active_contexts
 from .cpu_buffers import CpuBuffers
+from .draws import Draws
 from .errors import NoContextError, ShapeMismatchError, is_count, require
 from .failures import warn
 from .fast_path import MISS, FastPath
-from .leaf_owners import claimed
+from .leaf_owners import alive, claimed, note_leaves
 from .memory import MAX_STALE
 from .padding import Buckets
 from .plans import GraphedStats, PerThread, Plan, State, check_aliases
@@ -122,19 +123,19 @@ class GraphedCallable:
 
     def _serve(self, state: State, plan: Plan, call: Call, roots: tuple[Any, ...], padded: frozenset[int]) -> Any:
         if not plan.admitted:
-            return self._eager(state, plan, call, roots)
+            return self._eager(state, plan, call)
         mine = plan.buffers.get(call.slots, [])
         free = next((one for one in mine if not one.in_flight), None)
         if free is not None:
             if not free.memory.holds() or free.memory.training() != free.training:
                 self._drop(state, plan, free)
-                return self._eager(state, plan, call, roots)
+                return self._eager(state, plan, call)
             plan.used = True
             state.counts.replays += 1
             self._note_short_way(state, free, call)
             return self._given(free, free.replay(call))
         if plan.calls < self._num_warmup_iters or self._is_crowded(plan, mine):
-            return self._eager(state, plan, call, roots)
+            return self._eager(state, plan, call)
         return self._capture(state, plan, call, roots, padded)
 
     def _capture(self, state: State, plan: Plan, call: Call, roots: tuple[Any, ...], padded: frozenset[int]) -> Any:
@@ -144,33 +145,35 @@ class GraphedCallable:
             self._fn,
             roots,
             alias=self._alias,
-            draws=plan.draws is not False,
+            draws=state.draws.of(call) is not False,
             pool=self._pool(state.context),
             must_be_used=self._must_be_used(),
             padded=padded,
         )
         try:
-            result = buffers.capture(call, plan.trace)
+            result = buffers.capture(call, plan.trace, alive(plan.leaves))
         except CompileInCapture:
             plan.compiles += 1
             if plan.compiles > 1:
                 raise
-            return self._eager(state, plan, call, roots)  # compiles outside the capture
+            return self._eager(state, plan, call)  # compiles outside the capture
         plan.compiles, plan.used = 0, False
         plan.buffers.setdefault(call.slots, []).append(buffers)
         state.counts.captures += 1
         state.counts.replays += 1
         return self._given(buffers, result)
 
-    def _eager(self, state: State, plan: Plan, call: Call, roots: tuple[Any, ...]) -> Any:
-        context = state.context
-        leaves = walk.tensors(*roots) if context.device.type == "cuda" and torch.is_grad_enabled() else ()
-        with claimed(context, leaves), context.seat(exclusive=plan.draws is not False):
-            drawn = context.drawn() if plan.draws is None else None
+    def _eager(self, state: State, plan: Plan, call: Call) -> Any:
+        context, draws = state.context, state.draws.of(call)
+        plan.draws, used = draws, self._must_be_used()
+        alone = draws is not False or plan.leaves is None  # so that no other thread makes the nodes that it meets
+        with context.seat(exclusive=alone), claimed(context, alive(plan.leaves)):
+            drawn = context.drawn() if draws is None else None
             with rng_positions.tracing_on(context.device) as plan.trace:
-                result = call_eagerly(context, self._fn, call, lambda: plan.draws is not False, self._must_be_used())
-            if plan.draws is None:  # the first call tells
-                plan.draws = context.drawn() != drawn
+                result, leaves = call_eagerly(context, self._fn, call, lambda: plan.draws is not False, used)
+            plan.leaves = note_leaves(context, leaves)
+            if draws is None:  # the call tells
+                plan.draws = state.draws.note(call, context.drawn() != drawn)
         plan.calls += 1
         state.counts.eager_calls += 1
         context.counters.eager_steps += 1
@@ -205,7 +208,7 @@ class GraphedCallable:
         states = self._per_thread.states
         state = states.get(context)
         if state is None:
-            state = states[context] = State(context, self._epoch, self._forget)
+            state = states[context] = State(context, self._epoch, self._forget, Draws(self._fn))
             context.register(state)
             with self._lock:
                 self._states.add(state)
@@ -280,9 +283,8 @@ class GraphedCallable:
 
     def _given(self, buffers: CallBuffers, result: Any) -> Any:
         if self._debug:
-            for leaf in private.tree_flatten(result)[0]:
-                if isinstance(leaf, torch.Tensor):
-                    leaf._graphsafe_alias = (buffers, buffers.generation)  # type: ignore[attr-defined]
+            for leaf in filter(torch.is_tensor, private.tree_flatten(result)[0]):
+                leaf._graphsafe_alias = (buffers, buffers.generation)
         return result
 
     # managing

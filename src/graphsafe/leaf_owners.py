@@ -6,17 +6,18 @@ thread would draw that thread's stream into its capture, and what is launched th
 run.
 
 Guarantees:
-- A node is marked with the stream of the context that made it, for as long as anything keeps the node. Contexts with
+- A node that a graphed function or a captured TrainStep makes is marked with its context's stream. Contexts with
   another stream capture no backward that meets it: those of graphed functions and of a TrainStep run eagerly, any other
   raises CaptureError.
-- A thread whose gradients may arrive on another's stream holds a shared seat in each backward: captures and exclusive
-  steps wait for it, and it for them.
+- A thread with contexts holds a shared seat in each backward, whose gradients may arrive on another's stream: captures
+  and exclusive steps wait for it, and it for them. In force from the first capture of the process on.
 
 Not seen: a node that plain code, outside graphsafe's calls, made on another stream and still keeps.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -30,63 +31,113 @@ from .errors import CaptureError
 from .repairs import nested_backward, private
 
 _MARK = "graphsafe.stream"  # in a node's metadata, which lives as long as the node
-_guests: weakref.WeakSet[ThreadContext] = weakref.WeakSet()  # that have met nodes of others
+_lock = threading.Lock()  # makes making a node and marking it one; taken alone
+Leaves = tuple["weakref.ref[torch.Tensor]", ...]
+
+
+class _Use:
+    """Whether graphed functions differentiate, so that every other eager step marks its nodes too."""
+
+    graphed = False
+
+
+def watch() -> None:
+    """Have each backward of the process hold the seats that it needs."""
+    nested_backward.around(_Backward)
 
 
 @contextmanager
-def claimed(context: ThreadContext, tensors: Iterable[torch.Tensor]) -> Iterator[bool]:
-    """Keep the nodes of those leaves among ``tensors`` that lie on the context's device; mark those that nobody has.
+def claimed(context: ThreadContext, leaves: Iterable[torch.Tensor]) -> Iterator[bool]:
+    """Keep the nodes of those ``leaves`` that lie on the context's device; mark those that nobody has marked.
 
-    Entered on the context's stream, where the nodes are made that there are not. Waits for other threads' eager steps,
-    which may have made some. A graph that is made inside keeps them.
+    Entered on the context's stream, where the nodes are made that there are not. Graphs made inside keep them.
 
     Yields:
-        whether all of them are the context's own.
+        whether all of them have the context's stream. On the CPU always True.
     """
-    leaves = [x for x in tensors if x.device == context.device and x.layout is torch.strided and _takes_gradients(x)]
-    nodes: list[Any] = []
+    kept: list[Any] = []
     own = True
-    if leaves:
-        with context.seat(exclusive=True):
-            nodes += [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves]
-            own = all([_is_own(node, context) for node in nodes])
-    nested_backward.around(_Backward)
-    if not own:
-        _guests.add(context)
+    here = [leaf for leaf in leaves if _takes_gradients(leaf, context)]
+    if here:
+        with context.seat(exclusive=False):  # no capture is making nodes meanwhile
+            own = _mark(here, context, kept)
     yield own
-    nodes.clear()
+    kept.clear()
 
 
-def _takes_gradients(tensor: torch.Tensor) -> bool:
+@contextmanager
+def claimed_if_shared(context: ThreadContext, leaves: Iterable[torch.Tensor]) -> Iterator[None]:
+    """``claimed`` where another thread's graphed function may meet the nodes of this step. Entered on a seat."""
+    with claimed(context, leaves if _Use.graphed else ()):
+        yield
+
+
+def note_leaves(context: ThreadContext, leaves: Iterable[torch.Tensor]) -> Leaves:
+    """Mark the nodes of what a graphed call has differentiated through, still on its seat. Returns them."""
+    here = [leaf for leaf in leaves if _takes_gradients(leaf, context)]
+    if here:
+        _Use.graphed = True
+        watch()
+        _mark(here, context, [])
+    return tuple(map(weakref.ref, here))
+
+
+def note_nodes(context: ThreadContext, results: Iterable[Any]) -> None:
+    """Mark the nodes that a graphed call has met, still inside its capture."""
+    _Use.graphed = True
+    for node in _nodes([one for one in results if isinstance(one, torch.Tensor)], ()):
+        if node.variable.device == context.device:
+            _is_own(node, context)
+
+
+def alive(leaves: Leaves | None) -> list[torch.Tensor]:
+    """Those that there still are."""
+    return [leaf for ref in leaves or () if (leaf := ref()) is not None]
+
+
+def _takes_gradients(tensor: torch.Tensor, context: ThreadContext) -> bool:
+    if context.stream is None or tensor.device != context.device or tensor.layout is not torch.strided:
+        return False
     try:
-        return tensor.requires_grad and tensor.is_leaf
+        return tensor.requires_grad and tensor.is_leaf and not torch.nn.parameter.is_lazy(tensor)
     except RuntimeError:  # a view whose base was modified since: torch refuses even to look
         return False
 
 
+def _mark(leaves: Iterable[torch.Tensor], context: ThreadContext, kept: list[Any]) -> bool:
+    """Mark the nodes of ``leaves`` that are not, and keep them. Returns whether all have the context's stream."""
+    with _lock:
+        kept += [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves]
+        return all([_is_own(node, context) for node in kept])
+
+
 def _is_own(node: Any, context: ThreadContext) -> bool:
     """Whether a node has the context's stream, which no other context has; from now on, if it was not marked."""
-    stream = id(context) if context.stream is None else context.stream.cuda_stream
+    assert context.stream is not None
+    stream = context.stream.cuda_stream
     return bool(node.metadata.setdefault(_MARK, stream) == stream)
 
 
 class _Backward:
     """Holds the seats that a backward needs, and refuses one that would draw another's stream into a capture."""
 
-    def __init__(self, roots: Any) -> None:
-        self._roots, self._seats = roots, []  # type: ignore[var-annotated]
+    def __init__(self, roots: Any, inputs: Any) -> None:
+        self._roots, self._inputs = roots, inputs
+        self._seats: list[gate.Scope] = []
 
     def __enter__(self) -> None:
         contexts = [context for context in active_contexts() if context.device.type == "cuda"]
         captured = gate.capturing()
         if captured is not None:
-            _check_nodes(self._roots, [context for context in contexts if context.gate is captured])
+            _check_nodes(self._roots, self._inputs, [context for context in contexts if context.gate is captured])
             return
+        held = {hold.gate for hold in gate.held()}  # in another asyncio task, perhaps, which does not run meanwhile
         try:
-            for context in sorted(_guests.intersection(contexts), key=lambda one: one.gate.order):
-                seat = context.seat(exclusive=False)
-                self._seats.append(seat)
-                seat.__enter__()
+            for context in sorted(contexts, key=lambda one: one.gate.order):
+                if context.gate not in held:
+                    seat = context.seat(exclusive=False)
+                    self._seats.append(seat)
+                    seat.__enter__()
         except BaseException:
             self.__exit__()
             raise
@@ -96,33 +147,39 @@ class _Backward:
             self._seats.pop().__exit__(*exc_info)
 
 
-private.have_dynamo_skip(_Backward.__init__, _Backward.__enter__, _Backward.__exit__)
+private.have_dynamo_skip(_mark, _Backward.__init__, _Backward.__enter__, _Backward.__exit__)
 
 
-def _check_nodes(roots: Any, contexts: list[ThreadContext]) -> None:
-    """Raise CaptureError where a backward inside the context's capture reaches a leaf's node of another context."""
+def _check_nodes(roots: Any, inputs: Any, contexts: list[ThreadContext]) -> None:
+    """Raise CaptureError where a backward inside the context's capture reaches a leaf's node of another stream."""
     for context in contexts:
-        for node in _nodes(roots):
-            leaf = node.variable
-            if leaf.device == context.device and not _is_own(node, context):
+        nodes = [node for node in _nodes(roots, inputs) if node.variable.device == context.device]
+        for node in nodes:
+            if _MARK in node.metadata and not _is_own(node, context):
                 raise CaptureError(
-                    f"The backward reaches a parameter of shape {tuple(leaf.shape)} whose gradients arrive on another "
-                    "thread's stream, since a graph of that thread reads it too.",
+                    f"The backward reaches a parameter of shape {tuple(node.variable.shape)} whose gradients arrive on "
+                    "another stream, since a graph of another thread, or of a context that has ended, reads it too.",
                     cure="Run the other thread's calls under torch.no_grad(), let go of what they returned, or give "
                     "each thread parameters of its own.",
                 )
+        for node in nodes:
+            _is_own(node, context)
 
 
-def _nodes(roots: Any) -> Iterator[Any]:
-    """The nodes that take leaves' gradients, of all that ``roots`` depend on."""
+def _nodes(roots: Any, inputs: Any) -> Iterator[Any]:
+    """The nodes that take leaves' gradients, of all that ``roots`` depend on, or of those ``inputs`` alone."""
+    wanted = {id(one) for one in _tuple(inputs)}
     seen: set[Any] = set()
-    some = (roots,) if isinstance(roots, torch.Tensor) else tuple(roots or ())
-    pending = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in some]
+    pending = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in _tuple(roots)]
     while pending:
         node: Any = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if not node.next_functions and private.takes_gradients(node):
+        if private.takes_gradients(node) and (not wanted or id(node.variable) in wanted):
             yield node
         pending.extend(one for one, _ in node.next_functions)
+
+
+def _tuple(found: Any) -> tuple[Any, ...]:
+    return (found,) if isinstance(found, torch.Tensor) else tuple(found or ())

@@ -148,7 +148,7 @@ def _take_seat(stack: ExitStack, device: torch.device) -> None:
     """Take an exclusive seat, with this thread's context's generator where there is one."""
     context = next((context for context in active_contexts() if context.device == device), None)
     one = gate.gate_for(device)
-    stack.callback(gate.abandon, one, tuple(gate._held()))  # where an interrupt keeps the seat from being given back
+    stack.callback(gate.abandon, one, tuple(gate.held()))  # where an interrupt keeps the seat from being given back
     stack.enter_context((one if context is None else context).seat(exclusive=True))
 
 

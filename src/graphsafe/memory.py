@@ -80,12 +80,16 @@ class Memory:
         self._epoch, self._calls = (_registrations.count, RemovableHandle.next_id), 0
         found = walk.trace(*roots)
         self._held = True
-        self._is_empty = not (found.tensors or found.modules or found.edges or found.values or found.fixed)
+        self._is_empty = not (
+            found.tensors or found.modules or found.edges or found.values or found.routes or found.fixed
+        )
         self.tensors = [tensor for tensor in found.tensors if tensor.layout is torch.strided]
         self.modules = found.modules
         self._variables = found.variables
         quick = [*found.edges, *found.values]
         self._all = [edge for edge in (*quick, *found.fixed) if not isinstance(edge[0], CellType)]
+        self._routes = found.routes
+        self._watch_routes()
         cells = [edge for edge in quick if isinstance(edge[0], CellType)]
         self._fixed_cells = [edge for edge in found.fixed if isinstance(edge[0], CellType)]
         self._cells, self._contents = [cell for cell, _, _ in cells], [child for _, _, child in cells]
@@ -128,6 +132,7 @@ class Memory:
             held = (
                 (all(map(is_, map(getitem, self._containers, self._keys), self._children)) or self._hang_alike())
                 and (all(map(is_, map(_content, self._cells), self._contents)) or self._contain_alike())
+                and (self._stay_on_routes() or self._lead_alike())
                 and private.data_pointers_equal(self._pointed, self._addresses, self._indices)
                 and list(map(_requires_grad, self._trainable)) == self._flags
                 and all(map(is_, map(_gradient, self._parameters), self._gradients))
@@ -138,12 +143,35 @@ class Memory:
         self._epoch, self._held = epoch, held
         return held
 
+    def _stay_on_routes(self) -> bool:
+        return all(map(is_, map(getitem, *self._stops), self._next_stops)) and all(
+            map(is_, map(_content, self._begins), self._first_stops)
+        )
+
     def _hang_alike(self) -> bool:
         """Whether what hangs there is the same or, of numbers and strings, equal."""
         for index, (container, key) in enumerate(zip(self._containers, self._keys, strict=True)):
             if not _alike(container[key], self._children[index]):
                 return False
             self._children[index] = container[key]
+        return True
+
+    def _watch_routes(self) -> None:
+        edges = [edge for route in self._routes for edge in route.edges]
+        cells = [edge for edge in edges if isinstance(edge[0], CellType)]
+        hanging = [edge for edge in edges if not isinstance(edge[0], CellType)]
+        self._stops = [container for container, _, _ in hanging], [key for _, key, _ in hanging]
+        self._next_stops = [child for _, _, child in hanging]
+        self._begins, self._first_stops = [cell for cell, _, _ in cells], [child for _, _, child in cells]
+
+    def _lead_alike(self) -> bool:
+        """Whether all routes lead to equal values, though by way of other objects; those are watched from now on."""
+        for route in self._routes:
+            edges = route.again()
+            if edges is None or not _alike(edges[-1][2], route.value):
+                return False
+            route.edges = edges
+        self._watch_routes()
         return True
 
     def _contain_alike(self) -> bool:
@@ -196,6 +224,10 @@ class Memory:
                 same = False
             if not same and not _alike(container.get(key) if isinstance(container, dict) else None, child):
                 return f"{key!r} (a {type(child).__name__})"
+        for route in self._routes:
+            edges = route.again()
+            if edges is None or not _alike(edges[-1][2], route.value):
+                return f"{str(route)!r} (a {type(route.value).__name__})"
         return "a tensor that the code reads from a variable, or where one lies"
 
     def training(self) -> tuple[bool, ...]:

@@ -69,6 +69,16 @@ def globals_read(code: types.CodeType) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=_CODE_CACHE_SIZE)
+def attributes_bound(code: types.CodeType) -> frozenset[str]:
+    """The names of attributes, of whatever object, that code binds."""
+    found = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= attributes_bound(constant)
+    return frozenset(found)
+
+
+@functools.lru_cache(maxsize=_CODE_CACHE_SIZE)
 def paths_read(code: types.CodeType) -> frozenset[Path]:
     """The paths that code reads, of one step or more. What it reads to change it in place, as a counter, is none."""
     first = code.co_varnames[0] if code.co_argcount else None
@@ -155,6 +165,9 @@ def is_users(name: str | None) -> bool:
     return not is_library(name) and "-packages" not in (getattr(module, "__file__", None) or "")
 
 
+_OPAQUE = (torch.Tensor, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+
+
 class _Attributes:
     """An object's attributes, or those of a class, as a mapping. Runs no code of the user's."""
 
@@ -172,27 +185,56 @@ class _Attributes:
 
 
 def follow(start: Any, path: Path) -> list[Edge]:
-    """The edges on a path, where it leads to a plain value, or to where it cannot be followed."""
+    """The edges on a path that leads to a plain value; none where it does not, or leads through what sets numbers."""
     edges: list[Edge] = []
     for is_entry, key in path.steps:
-        if isinstance(start, torch.Tensor) or (isinstance(start, torch.nn.Module) and key == "training"):
+        if isinstance(start, _OPAQUE) or (isinstance(start, torch.nn.Module) and key == "training"):
             return []
         if isinstance(start, types.ModuleType) and not is_users(start.__name__):
             return []
         edge = _entry(start, key) if is_entry else _attribute(start, key)
         if edge is None:
-            return edges
+            return []
         edges.append(edge)
         start = edge[2]
     return edges if isinstance(start, VALUES) else []
 
 
+def called_on(start: Any, path: Path) -> list[types.FunctionType]:
+    """The method or property of a class that a path looks up, if it leads to one."""
+    for is_entry, key in path.steps:
+        if isinstance(start, _OPAQUE) or (isinstance(start, types.ModuleType) and not is_users(start.__name__)):
+            return []
+        edge = _entry(start, key) if is_entry else _attribute(start, key)
+        if edge is None:
+            return [] if is_entry else _method(start, key)
+        start = edge[2]
+    return []
+
+
+def _method(item: Any, name: str) -> list[types.FunctionType]:
+    for base in item.__mro__ if isinstance(item, type) else type(item).__mro__:
+        if name in vars(base):
+            member = vars(base)[name]
+            member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+            return [member] if isinstance(member, types.FunctionType) else []
+    return []
+
+
 def _entry(item: Any, key: Any) -> Edge | None:
+    if not is_plain_container(item):
+        return None
     if isinstance(item, dict):
-        return (item, key, dict.__getitem__(item, key)) if dict.__contains__(item, key) else None
-    if isinstance(item, list) and isinstance(key, int) and -len(item) <= key < len(item):
-        return item, key, list.__getitem__(item, key)
+        return (item, key, item[key]) if key in item else None
+    if isinstance(item, list | tuple) and isinstance(key, int) and -len(item) <= key < len(item):
+        return item, key, item[key]
     return None
+
+
+def is_plain_container(item: Any) -> bool:
+    """Whether looking up an entry of a dict, list or tuple runs no code of the user's."""
+    kinds = (kind for kind in (dict, list, tuple) if isinstance(item, kind))
+    return any(type(item).__getitem__ is kind.__getitem__ for kind in kinds)
 
 
 def _attribute(item: Any, name: str) -> Edge | None:

@@ -10,8 +10,10 @@ import torch
 
 from .call_buffers import CallBuffers
 from .context import ThreadContext
+from .draws import Draws
 from .errors import GraphsafeError
 from .fast_path import FastPath
+from .leaf_owners import Leaves
 from .repairs.rng_positions import Trace
 from .signature import Call
 
@@ -48,6 +50,7 @@ class Plan:
     admitted: bool
     calls: int = 0
     draws: bool | None = None
+    leaves: Leaves | None = None  # that gradients reach, as of the last eager call
     trace: Trace | None = None  # what an eager call does with the random state, on CUDA
     compiles: int = 0  # captures given up because a compile started
     stale: int = 0  # captures in a row that were of no use
@@ -61,14 +64,14 @@ class Plan:
             for one in some:
                 one.close()
         self.buffers.clear()
-        self.draws = None
+        self.draws = self.leaves = None
 
 
 class State:
     """One thread's graphs of one function, in one context."""
 
-    def __init__(self, context: ThreadContext, epoch: int, on_close: Callable[[State], None]) -> None:
-        self.context, self.epoch, self.on_close = context, epoch, on_close
+    def __init__(self, context: ThreadContext, epoch: int, on_close: Callable[[State], None], draws: Draws) -> None:
+        self.context, self.epoch, self.on_close, self.draws = context, epoch, on_close, draws
         self.plans: dict[object, Plan] = {}
         self.counts = GraphedStats()
         self.warned = False
@@ -78,6 +81,7 @@ class State:
         for plan in self.plans.values():
             plan.drop()
         self.plans.clear()
+        self.draws.forget()
         self.warned, self.modules = False, None
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 
-from . import cuda_errors, failures, gate
+from . import cuda_errors, failures, gate, leaf_owners
 from .collector import collector_guard
 from .context import ThreadContext
 from .errors import CaptureError
@@ -347,8 +347,9 @@ class CpuSession(Session):
 
 
 def watch_backwards() -> None:
-    """Have backwards be counted, and one that is nested too deep inside a capture be refused."""
+    """Have backwards be counted, hold their seats, and be refused inside a capture that they would harm."""
     nested_backward.watch(_refuse_deep_backward)
+    leaf_owners.watch()
 
 
 def _refuse_deep_backward() -> None:

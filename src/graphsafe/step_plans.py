@@ -26,7 +26,6 @@ from .signature import Call, StaticInputs, likeness
 
 PARALLEL_WARMUP_ITERS = 11  # torch.cuda.make_graphed_callables and its notes on DDP ask for as many
 Tensors = tuple[torch.Tensor, ...]
-MAX_NOTED = 4096  # signatures of which is noted whether they draw random numbers
 _gradient = attrgetter("grad")
 
 
@@ -77,31 +76,6 @@ class StepPlan:
                 "takes a parameter's gradients on one stream. Run that thread's calls under torch.no_grad(), let go of "
                 "what they returned, or give each thread parameters of its own."
             )
-
-
-class Draws:
-    """Whether calls of a signature draw random numbers, as far as known, while what ``roots`` read stays as it was."""
-
-    def __init__(self, *roots: Any) -> None:
-        self._roots, self._found = roots, dict[int, bool]()
-        self._memory: Memory | None = None
-
-    def of(self, call: Call) -> bool | None:
-        if self._memory is not None and not self._memory.holds():
-            self.forget()
-        return self._found.get(hash(call.key))
-
-    def note(self, call: Call, drew: bool) -> bool:
-        if len(self._found) > MAX_NOTED:
-            self._found.clear()
-        if self._memory is None:
-            self._memory = Memory(*self._roots)
-        self._found[hash(call.key)] = drew
-        return drew
-
-    def forget(self) -> None:
-        self._found.clear()
-        self._memory = None
 
 
 class FastStep:

@@ -20,16 +20,17 @@ from . import gate, walk
 from .capture import capture_with_retries, checked_on_cpu
 from .compile_gate import CompileInCapture
 from .context import ThreadContext, active_contexts
+from .draws import Draws
 from .errors import GraphsafeError, NoContextError, ShapeMismatchError
 from .failures import warn
 from .graph import Graph
-from .leaf_owners import claimed
+from .leaf_owners import claimed, claimed_if_shared
 from .loop import Kind, Loop
 from .memory import Memory, refuse_rebound
 from .optimizers import OptimizerControl
 from .repairs import private, rng_positions
 from .signature import Call, StaticInputs, copied, differs, read_call
-from .step_plans import Captured, Draws, FastStep, StepPlan, Tensors, check_arguments, check_warmup, note_stale
+from .step_plans import Captured, FastStep, StepPlan, Tensors, check_arguments, check_warmup, note_stale
 from .streams import on_own_stream
 
 
@@ -103,8 +104,7 @@ class TrainStep:
         check_warmup(self._modules, mode, num_warmup_iters)
         self._context: ThreadContext | None = None
         self._plans: dict[object, StepPlan] = {}
-        self._position = 0  # micro-batches of the unfinished accumulation
-        self._num_steps = 0
+        self._position = self._num_steps = 0  # micro-batches of the unfinished accumulation; steps
         self._draws = Draws(loss_fn, model)
         self._trained = [p.requires_grad for p in self._control.parameters]
         self._warned, self._stale = False, 0
@@ -163,7 +163,8 @@ class TrainStep:
         warm = plan.calls >= self._num_warmup_iters and kind in plan.kinds and self._num_steps > 0
         if known is not None or not warm or not self._loop.gradients_ready(kind):
             return self._eager(context, plan, call, batch, kind)
-        with claimed(context, walk.tensors(self._roots) if self._device.type == "cuda" else ()) as own:
+        plan.draws = self._draws.of(call)
+        with claimed(context, self._control.parameters) as own:
             if own:
                 return self._capture(context, plan, call, batch, kind)
         plan.note_guest()
@@ -254,8 +255,8 @@ class TrainStep:
         return plan
 
     def _eager(self, context: ThreadContext, plan: StepPlan, call: Call, batch: tuple[Any, ...], kind: Kind) -> Any:
-        draws = plan.draws = self._draws.of(call)
-        with context.seat(exclusive=draws is not False):
+        plan.draws = draws = self._draws.of(call)
+        with context.seat(exclusive=draws is not False), claimed_if_shared(context, self._control.parameters):
             before = context.drawn() if draws is None else None
             with rng_positions.tracing_on(context.device) as trace:
                 result = self._loop.run(batch, kind)

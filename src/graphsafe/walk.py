@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from .paths import VALUES, Edge, follow, globals_read, is_library, is_users, paths_read, words
+from .paths import VALUES, Edge, globals_read, is_library, is_plain_container, is_users, words
+from .reads import Route, is_installed, public_values, values_read
 
 _OPAQUE = frozenset({"threading", "_thread", "queue", "logging", "weakref"})  # modules whose objects hold no tensors
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), torch.device, torch.dtype, torch.Size, types.ModuleType)
@@ -59,9 +60,10 @@ def _module_parts(module: Any, names: frozenset[str], depth: int = 3) -> Iterato
 
 def _items(container: Mapping[Any, Any]) -> Iterator[Part]:
     items = dict.items(container) if isinstance(container, dict) else container.items()  # no method of a subclass
+    holder = container if is_plain_container(container) or not isinstance(container, dict) else None
     for key, value in tuple(items):
         if not isinstance(value, _LEAVES):  # most of a large container are plain values: not even looked at twice
-            yield container, key, value
+            yield holder, key, value
 
 
 def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -77,7 +79,8 @@ def _parts(item: Any, gradients: bool) -> Iterator[Part]:
             yield None, None, key
         yield from _items(item)
     elif isinstance(item, list | tuple | collections.deque):
-        container = None if isinstance(item, tuple) else item
+        container = item if isinstance(item, collections.deque) or is_plain_container(item) else None
+        container = None if isinstance(item, tuple) else container
         kind: Any = next(kind for kind in (list, tuple, collections.deque) if isinstance(item, kind))
         for index, value in enumerate(tuple(kind.__iter__(item))):  # no method of a subclass
             if not isinstance(value, _LEAVES):
@@ -140,12 +143,14 @@ class _Walk:
         self._classes: dict[type, set[str]] = {}  # -> names of theirs that were not visited yet
         self.methods: dict[type, list[types.CodeType]] = {}
         self.functions: list[types.FunctionType] = []
+        self.certain: set[int] = set()  # ids of functions that were not found by their name in a class alone
         self.scopes: list[Any] = []  # mappings of class attributes
 
     def visit(self) -> Iterator[tuple[Any, list[Part]]]:
         """Objects and their parts; a class stands for those of its attributes that code names."""
         seen: set[int] = set()
         pending: list[Any] = list(self._roots)[::-1]
+        self.certain.update(map(id, self._roots))
         keep: list[Any] = []
         while pending:
             while pending:
@@ -156,6 +161,7 @@ class _Walk:
                 keep.append(item)
                 self._note(item)
                 parts = list(_parts(item, self._gradients))
+                self.certain.update(id(child) for _, _, child in parts)
                 yield item, parts
                 pending.extend(child for _, _, child in reversed(parts))
             for cls, left in tuple(self._classes.items()):
@@ -189,6 +195,8 @@ class _Walk:
             member = getattr(member, "__func__", member)
             if isinstance(member, types.FunctionType):
                 self.methods.setdefault(cls, []).append(member.__code__)
+                if name in _FIRST:
+                    self.certain.add(id(member))
                 yield None, None, member
             elif not isinstance(member, _LEAVES):
                 yield scope, name, scope[name]
@@ -224,8 +232,8 @@ class Trace:
         edges: on the ways to them. Attributes of an object count where code that is reached reads them, so what a
             training loop notes on the same object does not.
         variables: those of the edges that are variables, attributes, and parts of modules, not entries of containers.
-        values: other variables, attributes and entries that the code reads: numbers, strings, None, and what they are
-            read of.
+        values: other variables and attributes that the code reads: numbers, strings, None.
+        routes: the ways to such values that lead through several objects.
         fixed: what else it reads and seldom is another: functions, and values in packages that are installed.
     """
 
@@ -234,6 +242,7 @@ class Trace:
     edges: list[Edge]
     variables: list[Edge]
     values: list[Edge]
+    routes: list[Route]
     fixed: list[Edge]
 
 
@@ -261,7 +270,7 @@ def trace(*roots: Any) -> Trace:
                 edges.append((container, key, child))
                 if is_function and not isinstance(container, types.CellType):
                     scopes.add(id(container))
-                if is_function and _is_installed(item.__code__):
+                if is_function and is_installed(item.__code__):
                     installed.add(id(container))
     relevant: set[int] = set()
     for item in found:
@@ -275,8 +284,14 @@ def trace(*roots: Any) -> Trace:
     names = walk.names | {"_parameters", "_buffers", "_modules", *_OWN}
     kept: list[Edge] = []
     variables: list[Edge] = []
-    others = [pair for owner in fields.values() for pair in _values_of(owner, walk)]
-    others += [pair for fn in walk.functions for pair in _values_read(fn)]
+    others = [(edge, True) for item in modules if is_library(type(item).__module__) for edge in public_values(item)]
+    owners = [item for item in visited if not isinstance(item, type | types.FunctionType | types.ModuleType)]
+    routes: list[Route] = []
+    for route, is_fixed in values_read(owners, walk.methods, walk.functions, walk.certain):
+        if is_fixed or len(route.edges) == 1:
+            others.append((route.edges[-1], is_fixed))
+        else:
+            routes.append(route)
     for edge in edges:
         container, key, child = edge
         is_variable = isinstance(container, types.CellType) or id(container) in scopes | classes
@@ -290,47 +305,9 @@ def trace(*roots: Any) -> Trace:
             others.append((edge, id(container) in installed or not isinstance(child, VALUES)))
     values = _once(edge for edge, is_fixed in others if not is_fixed)
     fixed = _once(edge for edge, is_fixed in others if is_fixed)
-    return Trace([item for item in found if isinstance(item, torch.Tensor)], modules, kept, variables, values, fixed)
+    tensors = [item for item in found if isinstance(item, torch.Tensor)]
+    return Trace(tensors, modules, kept, variables, values, routes, fixed)
 
 
 def _once(edges: Iterable[Edge]) -> list[Edge]:
     return list({(id(edge[0]), edge[1]): edge for edge in edges}.values())
-
-
-def _is_installed(code: types.CodeType) -> bool:
-    return "-packages" in code.co_filename
-
-
-def _values_of(owner: Any, walk: _Walk) -> Iterator[tuple[Edge, bool]]:
-    """The plain values that an object's own code reads of it, or of what it has; of torch's modules all that is public.
-
-    Returns:
-        each with whether it belongs to an installed package.
-    """
-    if isinstance(owner, torch.nn.Module) and is_library(type(owner).__module__):
-        for name, value in owner.__dict__.items():
-            if not name.startswith("_") and name != "training" and isinstance(value, VALUES):
-                yield (owner.__dict__, name, value), True
-        return
-    codes = [code for base in type(owner).__mro__ for code in walk.methods.get(base, ())]
-    is_fixed = any(map(_is_installed, codes))
-    for path in {path for code in codes for path in paths_read(code) if path.root == "self"}:
-        yield from ((edge, is_fixed) for edge in follow(owner, path))
-
-
-def _values_read(fn: types.FunctionType) -> Iterator[tuple[Edge, bool]]:
-    """The plain values that a function reads of its variables, each with whether it belongs to an installed package."""
-    is_fixed = _is_installed(fn.__code__)
-    for path in paths_read(fn.__code__):
-        container: Any = None
-        if path.root == "global" and path.name in fn.__globals__:
-            container, key, start = fn.__globals__, path.name, fn.__globals__[path.name]
-        elif path.root == "free":
-            container, key = (fn.__closure__ or ())[fn.__code__.co_freevars.index(path.name)], None
-            try:
-                start = container.cell_contents
-            except ValueError:  # not filled yet
-                continue
-        if container is not None and (edges := follow(start, path)):
-            yield (container, key, start), is_fixed
-            yield from ((edge, is_fixed) for edge in edges)

@@ -21,13 +21,14 @@ MAX_DEPTH = 60  # of backwards inside a backward that torch keeps on one thread
 
 
 class Scope(Protocol):
-    """What an outermost backward runs inside of. Not a generator: Dynamo must be told to skip its methods.
+    """What a backward runs inside of. Not a generator: Dynamo must be told to skip its methods.
 
     Args:
-        roots: the tensors that are differentiated.
+        roots: what is differentiated: tensors or gradient edges.
+        inputs: by what; nothing for all leaves.
     """
 
-    def __init__(self, roots: Any) -> None: ...
+    def __init__(self, roots: Any, inputs: Any) -> None: ...
 
     def __enter__(self) -> None: ...
 
@@ -66,7 +67,7 @@ def watch(too_deep: Callable[[], None]) -> None:
 
 
 def around(scope: type[Scope]) -> None:
-    """Have each outermost backward run inside ``scope(roots)``, from now on."""
+    """Have each backward run inside ``scope(roots, inputs)``, from now on."""
     _scopes[:] = [scope]
 
 
@@ -91,9 +92,10 @@ def _counting(base: Any, too_deep: Callable[[], None]) -> Any:
             per_thread.depth = depth + 1
             per_thread.accumulations += bool(kwargs.get("accumulate_grad"))
             try:
-                if depth or not scopes:
+                if not scopes:
                     return run(self, *args, **kwargs)
-                with scopes[0](args[0] if args else kwargs.get("tensors")):
+                roots = args[0] if args else kwargs.get("tensors")
+                with scopes[0](roots, args[4] if len(args) > 4 else kwargs.get("inputs")):
                     return run(self, *args, **kwargs)
             finally:
                 per_thread.depth = depth
