@@ -132,7 +132,7 @@ class Memory:
             held = (
                 (all(map(is_, map(getitem, self._containers, self._keys), self._children)) or self._hang_alike())
                 and (all(map(is_, map(_content, self._cells), self._contents)) or self._contain_alike())
-                and (self._stay_on_routes() or self._lead_alike())
+                and (not self._routes or self._stay_on_routes() or self._lead_alike())
                 and private.data_pointers_equal(self._pointed, self._addresses, self._indices)
                 and list(map(_requires_grad, self._trainable)) == self._flags
                 and all(map(is_, map(_gradient, self._parameters), self._gradients))
