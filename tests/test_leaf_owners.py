@@ -23,10 +23,11 @@ from graphsafe.step_plans import StepPlan
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    """The process's backwards run inside no scope after the test."""
-    before = list(nested_backward._scopes)
+    """The process's backwards run inside no scope after the test that they did not run in before."""
+    before, graphed = list(nested_backward._scopes), leaf_owners._Use.graphed
     yield
     nested_backward._scopes[:] = before
+    leaf_owners._Use.graphed = graphed
 
 
 class Context:
@@ -187,6 +188,7 @@ def test_each_backward_runs_inside_the_scope_that_was_asked_for() -> None:
 def on_two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[Context]:
     """This thread has contexts of two GPUs."""
     needs_counted_backwards()
+    monkeypatch.setattr(leaf_owners._Use, "graphed", True)
     both = [Context("second", "cuda:1", 1), Context("first", "cuda:0", 0)]
     monkeypatch.setattr(contexts._per_thread, "contexts", both)
     leaf_owners.watch()
@@ -202,6 +204,47 @@ def test_backward_holds_a_seat_on_each_device_of_its_thread(on_two_gpus: list[Co
     with on_two_gpus[0].seat(exclusive=True):
         (x * 2).sum().backward()
     assert held == [[first, second], [first, second]] and not gate.held()
+
+
+def test_backward_takes_no_seat_in_a_compile_nor_before_anything_is_shared(
+    on_two_gpus: list[Context], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda gradient: seen.append(len(gate.held())))
+    monkeypatch.setitem(gate.compiling, threading.get_ident(), 0.0)
+    (x * 2).sum().backward()
+    monkeypatch.delitem(gate.compiling, threading.get_ident())
+    (x * 2).sum().backward()
+    monkeypatch.setattr(leaf_owners._Use, "graphed", False)
+    (x * 2).sum().backward()
+    assert seen == [0, 2, 0]
+
+
+def test_claim_before_a_capture_waits_for_eager_steps_which_mark_nothing() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+
+    def step() -> None:
+        with one.seat(exclusive=False):
+            kept = [leaf * 2]  # whose node nobody has marked
+            started.set()
+            assert not claims.wait(0.5)
+            kept.clear()
+
+    started, claims = threading.Event(), threading.Event()
+    worker = gs.spawn(step, device="cpu")
+    assert started.wait(60)
+    with claimed(two, [leaf], alone=True) as own:
+        claims.set()
+        assert own
+    worker.result(60)
+
+
+def test_nothing_is_claimed_in_inference_mode() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    with torch.inference_mode():
+        assert owns(one, [leaf])
+    assert owns(two, [leaf])
 
 
 def test_backward_takes_no_seat_that_another_task_of_its_thread_holds(on_two_gpus: list[Context]) -> None:
@@ -223,8 +266,9 @@ def test_backward_takes_no_seat_that_another_task_of_its_thread_holds(on_two_gpu
     assert torch.equal(x.grad, torch.full((2,), 2.0)) and not gate.held()
 
 
-def test_threads_without_contexts_take_no_seat() -> None:
+def test_threads_without_contexts_take_no_seat(monkeypatch: pytest.MonkeyPatch) -> None:
     needs_counted_backwards()
+    monkeypatch.setattr(leaf_owners._Use, "graphed", True)
     leaf_owners.watch()
     seen: list[int] = []
     x = torch.ones(2, requires_grad=True)
@@ -258,7 +302,16 @@ def test_backward_that_would_draw_anothers_stream_into_a_capture_is_refused() ->
     y = leaf * free
     kept = doubled_by(one, leaf)  # of which y's node is one, too
     edge = torch.autograd.graph.get_gradient_edge(kept)
-    for roots, inputs in ((y, ()), ((y,), None), ((edge,), ()), ((y,), (leaf,))):
+    of_leaf = torch.autograd.graph.get_gradient_edge(leaf)
+    for roots, inputs in (
+        (y, ()),
+        ((y,), None),
+        ((edge,), ()),
+        ((y,), (leaf,)),
+        ((y,), (of_leaf,)),
+        ((leaf,), ()),
+        ((leaf.detach(), y), ()),
+    ):
         with pytest.raises(gs.CaptureError, match=r"shape \(2,\) whose gradients arrive on another"):
             leaf_owners._check_nodes(roots, inputs, [two])
         leaf_owners._check_nodes(roots, inputs, [one])

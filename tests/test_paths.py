@@ -46,6 +46,30 @@ class Scaled:
         return self.run(x)
 
 
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.config = weight, Config()
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight * self.config.scale
+
+
+class Blocks(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.blocks = config_of_blocks, torch.nn.ModuleList([Block()])
+        self.blocks[0].config = config_of_block
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        return super().attend(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block.attend(x)
+        return self.attend(x)
+
+
 class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -58,6 +82,8 @@ class Model(torch.nn.Module):
         return sum(x * config.inner.scale * scale for scale in (self.scales[0], config.scale)) * self.weight  # type: ignore[no-any-return]
 
 
+config_of_blocks, config_of_block = Config(), Config()
+blocks = Blocks()
 config, slots, table, scaled, model = Config(), Slots(), {"scale": 1.0}, Scaled(), Model()
 other = Config()
 other.scale = 7.0
@@ -134,6 +160,16 @@ READS: dict[str, tuple[Callable[..., Any], Callable[[], object], Callable[[], ob
         scaled.outer,
         lambda: setattr(scaled, "scale", 7.0),
         lambda: setattr(scaled, "scale", 1.0),
+    ),
+    "an overridden method's": (
+        blocks,
+        lambda: setattr(config_of_blocks, "scale", 7.0),
+        lambda: setattr(config_of_blocks, "scale", 1.0),
+    ),
+    "a method's in a loop": (
+        blocks,
+        lambda: setattr(config_of_block, "scale", 7.0),
+        lambda: setattr(config_of_block, "scale", 1.0),
     ),
     "a slot, by a method": (
         slots.run,
@@ -215,9 +251,50 @@ def test_dicts_with_code_of_their_own_are_left_alone() -> None:
         def __getitem__(self, key: str) -> Any:
             raise RuntimeError("code of the user's")
 
-    own, tensors = Raising(s=1.0), Raising(w=weight)
-    memory = Memory(lambda x: x * weight * own["s"] * tensors["w"])
+    class RaisingList(list):  # type: ignore[type-arg]
+        def __getitem__(self, key: Any) -> Any:
+            raise RuntimeError("code of the user's")
+
+    own, tensors, others = Raising(s=1.0), Raising(w=weight), RaisingList([torch.ones(2)])
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x * weight * own["s"] * tensors["w"] * others[0]
+
+    memory = Memory(fn)
     assert all(memory.holds() for _ in range(70))
+    others.append(torch.ones(2))
+    assert memory.holds()
+    tensors["w"] = torch.ones(2)  # but another tensor there is seen
+    assert not memory.holds()
+    memory = Memory(fn)
+    list.__setitem__(others, 0, torch.ones(2))
+    assert not memory.holds()
+
+
+class Attributes(dict):  # type: ignore[type-arg]
+    __getattr__ = dict.__getitem__
+
+
+class Hooked(torch.nn.Module):
+    options = Attributes(scale=1.0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = config
+        self.register_forward_pre_hook(self._before)
+
+    def _before(self, module: torch.nn.Module, args: Any) -> None:
+        assert self.config.scale and self.config.inner.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.options["scale"]
+
+
+def test_many_modules_that_read_one_object_cost_one_look_at_it() -> None:
+    net = torch.nn.Sequential(*(Hooked() for _ in range(30)))
+    memory = Memory(net)
+    assert memory.holds()
+    assert len(memory._next_stops) < 200  # each module's own entry, and the object's two numbers once
 
 
 def test_nothing_of_the_users_runs_while_paths_are_followed() -> None:

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import graphsafe as gs
 from graphsafe import gate, step_plans
+from graphsafe.leaf_owners import AnothersStream
 
 from .helpers import run_threads
 
@@ -887,3 +888,23 @@ def test_train_step_that_begins_to_draw_draws_from_its_contexts_generator() -> N
     found = losses("eager")
     torch.rand(5)  # the default generator is another one now
     assert losses("eager") == found and losses("graph") == found
+
+
+def test_train_step_whose_backward_would_meet_another_stream_goes_on_eagerly_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def losses(mode: Any) -> list[float]:
+        net = model()
+        with gs.thread_context("cpu", seed=3):
+            step = gs.TrainStep(
+                lambda x: net(x).square().mean(), torch.optim.AdamW(net.parameters(), lr=0.1), mode=mode
+            )
+            return [float(step(torch.full((4, 8), float(i)))) for i in range(8)]
+
+    def refused(*args: Any) -> Any:
+        raise AnothersStream("a node of another stream")
+
+    monkeypatch.setattr(gs.TrainStep, "_capture", refused)
+    with pytest.warns(gs.GraphsafeWarning, match="while another thread's graph") as warned:
+        found = losses("graph")
+    assert len(warned) == 1 and found == losses("eager")

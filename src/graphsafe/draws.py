@@ -34,7 +34,7 @@ class Draws:
                 self._changes = 0
             else:
                 self._changes += 1
-                self.forget()
+                self._clear()
         return self._found.get(hash(call.key))
 
     def note(self, call: Call, drew: bool) -> bool | None:
@@ -49,5 +49,10 @@ class Draws:
         return drew
 
     def forget(self) -> None:
+        """As if nothing had been called."""
+        self._clear()
+        self._changes = 0
+
+    def _clear(self) -> None:
         self._found.clear()
         self._memory = None

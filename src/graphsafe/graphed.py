@@ -164,14 +164,14 @@ class GraphedCallable:
         return self._given(buffers, result)
 
     def _eager(self, state: State, plan: Plan, call: Call) -> Any:
-        context, draws = state.context, state.draws.of(call)
-        plan.draws, used = draws, self._must_be_used()
+        context, used = state.context, self._must_be_used()
+        plan.draws = draws = state.draws.of(call)
         alone = draws is not False or plan.leaves is None  # so that no other thread makes the nodes that it meets
-        with context.seat(exclusive=alone), claimed(context, alive(plan.leaves)):
+        with context.seat(exclusive=alone), claimed(context, known := alive(plan.leaves)):
             drawn = context.drawn() if draws is None else None
             with rng_positions.tracing_on(context.device) as plan.trace:
                 result, leaves = call_eagerly(context, self._fn, call, lambda: plan.draws is not False, used)
-            plan.leaves = note_leaves(context, leaves)
+            plan.leaves = note_leaves(context, leaves, known)
             if draws is None:  # the call tells
                 plan.draws = state.draws.note(call, context.drawn() != drawn)
         plan.calls += 1

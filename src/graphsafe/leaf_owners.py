@@ -9,8 +9,8 @@ Guarantees:
 - A node that a graphed function or a captured TrainStep makes is marked with its context's stream. Contexts with
   another stream capture no backward that meets it: those of graphed functions and of a TrainStep run eagerly, any other
   raises CaptureError.
-- A thread with contexts holds a shared seat in each backward, whose gradients may arrive on another's stream: captures
-  and exclusive steps wait for it, and it for them. In force from the first capture of the process on.
+- Once a graphed function has differentiated on a GPU, threads with contexts hold a shared seat in each backward, whose
+  gradients may arrive on another's stream: captures and exclusive steps wait for it, and it for them.
 
 Not seen: a node that plain code, outside graphsafe's calls, made on another stream and still keeps.
 """
@@ -46,12 +46,18 @@ def watch() -> None:
     nested_backward.around(_Backward)
 
 
+class AnothersStream(CaptureError):
+    """A captured backward would have met a node of another stream."""
+
+
 @contextmanager
-def claimed(context: ThreadContext, leaves: Iterable[torch.Tensor]) -> Iterator[bool]:
+def claimed(context: ThreadContext, leaves: Iterable[torch.Tensor], *, alone: bool = False) -> Iterator[bool]:
     """Keep the nodes of those ``leaves`` that lie on the context's device; mark those that nobody has marked.
 
     Entered on the context's stream, where the nodes are made that there are not. Graphs made inside keep them.
 
+    Args:
+        alone: wait for eager steps of other threads, which do not mark theirs before graphed functions differentiate.
     Yields:
         whether all of them have the context's stream. On the CPU always True.
     """
@@ -59,7 +65,7 @@ def claimed(context: ThreadContext, leaves: Iterable[torch.Tensor]) -> Iterator[
     own = True
     here = [leaf for leaf in leaves if _takes_gradients(leaf, context)]
     if here:
-        with context.seat(exclusive=False):  # no capture is making nodes meanwhile
+        with context.seat(exclusive=alone):  # no capture is making nodes meanwhile
             own = _mark(here, context, kept)
     yield own
     kept.clear()
@@ -72,13 +78,16 @@ def claimed_if_shared(context: ThreadContext, leaves: Iterable[torch.Tensor]) ->
         yield
 
 
-def note_leaves(context: ThreadContext, leaves: Iterable[torch.Tensor]) -> Leaves:
-    """Mark the nodes of what a graphed call has differentiated through, still on its seat. Returns them."""
+def note_leaves(
+    context: ThreadContext, leaves: Iterable[torch.Tensor], claimed_before: Iterable[torch.Tensor] = ()
+) -> Leaves:
+    """Mark the nodes of what a graphed call has differentiated through, still on its seat. Returns the leaves."""
     here = [leaf for leaf in leaves if _takes_gradients(leaf, context)]
     if here:
         _Use.graphed = True
         watch()
-        _mark(here, context, [])
+        if not set(map(id, here)) <= set(map(id, claimed_before)):
+            _mark(here, context, [])
     return tuple(map(weakref.ref, here))
 
 
@@ -97,6 +106,8 @@ def alive(leaves: Leaves | None) -> list[torch.Tensor]:
 
 def _takes_gradients(tensor: torch.Tensor, context: ThreadContext) -> bool:
     if context.stream is None or tensor.device != context.device or tensor.layout is not torch.strided:
+        return False
+    if torch.is_inference_mode_enabled():  # where no graph is made
         return False
     try:
         return tensor.requires_grad and tensor.is_leaf and not torch.nn.parameter.is_lazy(tensor)
@@ -131,6 +142,8 @@ class _Backward:
         if captured is not None:
             _check_nodes(self._roots, self._inputs, [context for context in contexts if context.gate is captured])
             return
+        if not _Use.graphed or threading.get_ident() in gate.compiling:  # a compile's own backward launches nothing
+            return
         held = {hold.gate for hold in gate.held()}  # in another asyncio task, perhaps, which does not run meanwhile
         try:
             for context in sorted(contexts, key=lambda one: one.gate.order):
@@ -156,7 +169,7 @@ def _check_nodes(roots: Any, inputs: Any, contexts: list[ThreadContext]) -> None
         nodes = [node for node in _nodes(roots, inputs) if node.variable.device == context.device]
         for node in nodes:
             if _MARK in node.metadata and not _is_own(node, context):
-                raise CaptureError(
+                raise AnothersStream(
                     f"The backward reaches a parameter of shape {tuple(node.variable.shape)} whose gradients arrive on "
                     "another stream, since a graph of another thread, or of a context that has ended, reads it too.",
                     cure="Run the other thread's calls under torch.no_grad(), let go of what they returned, or give "
@@ -168,17 +181,26 @@ def _check_nodes(roots: Any, inputs: Any, contexts: list[ThreadContext]) -> None
 
 def _nodes(roots: Any, inputs: Any) -> Iterator[Any]:
     """The nodes that take leaves' gradients, of all that ``roots`` depend on, or of those ``inputs`` alone."""
-    wanted = {id(one) for one in _tuple(inputs)}
+    wanted = {_node(one) for one in _tuple(inputs)}
     seen: set[Any] = set()
-    pending = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in _tuple(roots)]
+    pending = [_node(root) for root in _tuple(roots)]
     while pending:
         node: Any = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if private.takes_gradients(node) and (not wanted or id(node.variable) in wanted):
+        if private.takes_gradients(node) and (not wanted or node in wanted):
             yield node
         pending.extend(one for one, _ in node.next_functions)
+
+
+def _node(found: Any) -> Any:
+    """The node of a tensor or a gradient edge; None where it has none."""
+    if not isinstance(found, torch.Tensor):
+        return found.node
+    if found.grad_fn is None and found.requires_grad and not torch.is_inference_mode_enabled():
+        return torch.autograd.graph.get_gradient_edge(found).node
+    return found.grad_fn
 
 
 def _tuple(found: Any) -> tuple[Any, ...]:

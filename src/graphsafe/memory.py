@@ -157,7 +157,7 @@ class Memory:
         return True
 
     def _watch_routes(self) -> None:
-        edges = [edge for route in self._routes for edge in route.edges]
+        edges = {(id(edge[0]), edge[1]): edge for route in self._routes for edge in route.edges}.values()
         cells = [edge for edge in edges if isinstance(edge[0], CellType)]
         hanging = [edge for edge in edges if not isinstance(edge[0], CellType)]
         self._stops = [container for container, _, _ in hanging], [key for _, key, _ in hanging]

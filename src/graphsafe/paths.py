@@ -69,6 +69,17 @@ def globals_read(code: types.CodeType) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=_CODE_CACHE_SIZE)
+def attributes_read(code: types.CodeType) -> frozenset[str]:
+    """The names of attributes, of whatever object, that code reads."""
+    reads = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
+    found = {step.argval for step in dis.get_instructions(code) if step.opname in reads}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= attributes_read(constant)
+    return frozenset(found)
+
+
+@functools.lru_cache(maxsize=_CODE_CACHE_SIZE)
 def attributes_bound(code: types.CodeType) -> frozenset[str]:
     """The names of attributes, of whatever object, that code binds."""
     found = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
@@ -184,6 +195,19 @@ class _Attributes:
             raise KeyError(name) from None
 
 
+class Entries:
+    """The entries of a dict or list whose class looks them up in its own way, as they lie there."""
+
+    __slots__ = ("_kind", "_of")
+
+    def __init__(self, of: Any) -> None:
+        self._of: Any = of
+        self._kind: Any = dict if isinstance(of, dict) else list
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._kind.__getitem__(self._of, key)
+
+
 def follow(start: Any, path: Path) -> list[Edge]:
     """The edges on a path that leads to a plain value; none where it does not, or leads through what sets numbers."""
     edges: list[Edge] = []
@@ -216,7 +240,8 @@ def _method(item: Any, name: str) -> list[types.FunctionType]:
     for base in item.__mro__ if isinstance(item, type) else type(item).__mro__:
         if name in vars(base):
             member = vars(base)[name]
-            member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+            member = member.fget if isinstance(member, property) else member
+            member = member.__func__ if isinstance(member, classmethod | staticmethod) else member
             return [member] if isinstance(member, types.FunctionType) else []
     return []
 

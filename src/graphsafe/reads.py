@@ -1,8 +1,9 @@
 """The plain values that code reads: numbers, strings, None, on paths of names and constant keys.
 
 Guarantees:
-- A method counts where code surely runs it: ``forward`` and ``__call__``, what was passed in, and what such code looks
-  up on a path. Of others, which are only named alike, what they read of ``self`` directly.
+- A method counts where code runs it: ``forward`` and ``__call__``, what was passed in, what such code looks up on a
+  path, and what it names, unless tensors and containers have a method of that name. Of others, which are only named
+  alike, what they read of ``self`` directly.
 - What a path leads through may be replaced: only another value at its end counts.
 - Attributes that the code itself binds are its own: what a method puts into ``self`` and reads again is no setting.
 """
@@ -15,7 +16,19 @@ from typing import Any
 
 import torch
 
-from .paths import VALUES, Edge, Path, attributes_bound, called_on, follow, is_library, paths_read
+from .paths import (
+    VALUES,
+    Edge,
+    Path,
+    attributes_bound,
+    attributes_read,
+    called_on,
+    follow,
+    is_library,
+    paths_read,
+)
+
+_COMMON = frozenset(name for kind in (torch.Tensor, dict, list, tuple, str, set) for name in dir(kind))
 
 
 class Route:
@@ -59,11 +72,12 @@ def values_read(
     for owner in owners:
         of_type.setdefault(type(owner), []).append(owner)
     of_class = {kind: [x for one, some in of_type.items() if kind in one.__mro__ for x in some] for kind in methods}
-    owners_of: dict[types.CodeType, list[Any]] = {}
+    found: dict[types.CodeType, dict[int, Any]] = {}  # owners, by their ids
     for kind, codes in methods.items():
-        for code in codes:
-            owners_of.setdefault(code, []).extend(of_class[kind])
-    runs = _surely_run([fn for fn in functions if id(fn) in certain], owners_of)
+        for code in dict.fromkeys(codes):
+            found.setdefault(code, {}).update((id(owner), owner) for owner in of_class[kind])
+    owners_of = {code: list(some.values()) for code, some in found.items()}
+    runs = _running([fn for fn in functions if id(fn) in certain], functions, owners_of)
     bound = {
         one: {
             name
@@ -93,16 +107,23 @@ def is_installed(code: types.CodeType) -> bool:
     return "-packages" in code.co_filename
 
 
-def _surely_run(
-    functions: Iterable[types.FunctionType], owners_of: dict[types.CodeType, list[Any]]
+def _running(
+    certain: Iterable[types.FunctionType],
+    functions: Iterable[types.FunctionType],
+    owners_of: dict[types.CodeType, list[Any]],
 ) -> set[types.CodeType]:
+    methods: dict[str, list[types.FunctionType]] = {}
+    for fn in functions:
+        if fn.__code__ in owners_of:
+            methods.setdefault(fn.__name__, []).append(fn)
     found: set[types.CodeType] = set()
-    pending = list(functions)
+    pending = list(certain)
     while pending:
         fn = pending.pop()
         if fn.__code__ in found:
             continue
         found.add(fn.__code__)
+        pending += [one for name in attributes_read(fn.__code__) - _COMMON for one in methods.get(name, ())]
         for path in paths_read(fn.__code__):
             if path.root == "self":
                 starts = list({type(owner): owner for owner in owners_of.get(fn.__code__, ())}.values())

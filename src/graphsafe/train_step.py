@@ -12,6 +12,7 @@ Guarantees:
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Literal
 
 import torch
@@ -24,7 +25,7 @@ from .draws import Draws
 from .errors import GraphsafeError, NoContextError, ShapeMismatchError
 from .failures import warn
 from .graph import Graph
-from .leaf_owners import claimed, claimed_if_shared
+from .leaf_owners import AnothersStream, claimed, claimed_if_shared
 from .loop import Kind, Loop
 from .memory import Memory, refuse_rebound
 from .optimizers import OptimizerControl
@@ -59,8 +60,7 @@ class TrainStep:
 
     A batch's tensors lie on the optimizer's device; those of a StaticBuffers or a BufferRing slot are read in place.
 
-    Thread safety: one thread, inside a ``thread_context`` of the device.
-    Sync: none after the capture.
+    Thread safety: one thread, inside a ``thread_context`` of the device. Sync: none after the capture.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class TrainStep:
         if known is not None or not warm or not self._loop.gradients_ready(kind):
             return self._eager(context, plan, call, batch, kind)
         plan.draws = self._draws.of(call)
-        with claimed(context, self._control.parameters) as own:
+        with claimed(context, self._control.parameters, alone=True) as own, suppress(AnothersStream):
             if own:
                 return self._capture(context, plan, call, batch, kind)
         plan.note_guest()
