@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -71,11 +71,9 @@ def claimed(context: ThreadContext, leaves: Iterable[torch.Tensor], *, alone: bo
     kept.clear()
 
 
-@contextmanager
-def claimed_if_shared(context: ThreadContext, leaves: Iterable[torch.Tensor]) -> Iterator[None]:
-    """``claimed`` where another thread's graphed function may meet the nodes of this step. Entered on a seat."""
-    with claimed(context, leaves if _Use.graphed else ()):
-        yield
+def claimed_if_shared(context: ThreadContext, leaves: Iterable[torch.Tensor]) -> AbstractContextManager[bool]:
+    """``claimed`` where another thread's graphed function may meet the nodes of this step. Called on a seat."""
+    return claimed(context, leaves if _Use.graphed else ())
 
 
 def note_leaves(
@@ -85,7 +83,6 @@ def note_leaves(
     here = [leaf for leaf in leaves if _takes_gradients(leaf, context)]
     if here:
         _Use.graphed = True
-        watch()
         if not set(map(id, here)) <= set(map(id, claimed_before)):
             _mark(here, context, [])
     return tuple(map(weakref.ref, here))

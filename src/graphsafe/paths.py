@@ -59,34 +59,28 @@ def words(code: types.CodeType) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=_CODE_CACHE_SIZE)
+def _named(code: types.CodeType, *operations: str) -> frozenset[str]:
+    """The names that these instructions of the code, and of the code inside of it, have as their argument."""
+    found = {step.argval for step in dis.get_instructions(code) if step.opname in operations}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= _named(constant, *operations)
+    return frozenset(found)
+
+
 def globals_read(code: types.CodeType) -> frozenset[str]:
     """The global variables that code reads."""
-    found = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= globals_read(constant)
-    return frozenset(found)
+    return _named(code, "LOAD_GLOBAL", "LOAD_NAME")
 
 
-@functools.lru_cache(maxsize=_CODE_CACHE_SIZE)
 def attributes_read(code: types.CodeType) -> frozenset[str]:
     """The names of attributes, of whatever object, that code reads."""
-    reads = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
-    found = {step.argval for step in dis.get_instructions(code) if step.opname in reads}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= attributes_read(constant)
-    return frozenset(found)
+    return _named(code, "LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 
 
-@functools.lru_cache(maxsize=_CODE_CACHE_SIZE)
 def attributes_bound(code: types.CodeType) -> frozenset[str]:
     """The names of attributes, of whatever object, that code binds."""
-    found = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= attributes_bound(constant)
-    return frozenset(found)
+    return _named(code, "STORE_ATTR")
 
 
 @functools.lru_cache(maxsize=_CODE_CACHE_SIZE)
@@ -208,42 +202,52 @@ class Entries:
         return self._kind.__getitem__(self._of, key)
 
 
+def lookup_of(container: Any) -> Any:
+    """What to look entries of a container up in without running code of the user's."""
+    has_own_way = isinstance(container, dict | list) and not is_plain_container(container)
+    return Entries(container) if has_own_way else container
+
+
 def follow(start: Any, path: Path) -> list[Edge]:
     """The edges on a path that leads to a plain value; none where it does not, or leads through what sets numbers."""
-    edges: list[Edge] = []
-    for is_entry, key in path.steps:
-        if isinstance(start, _OPAQUE) or (isinstance(start, torch.nn.Module) and key == "training"):
-            return []
-        if isinstance(start, types.ModuleType) and not is_users(start.__name__):
-            return []
-        edge = _entry(start, key) if is_entry else _attribute(start, key)
-        if edge is None:
-            return []
-        edges.append(edge)
-        start = edge[2]
-    return edges if isinstance(start, VALUES) else []
+    edges, end, left = _along(start, path)
+    return edges if left is None and isinstance(end, VALUES) else []
 
 
 def called_on(start: Any, path: Path) -> list[types.FunctionType]:
     """The method or property of a class that a path looks up, if it leads to one."""
-    for is_entry, key in path.steps:
-        if isinstance(start, _OPAQUE) or (isinstance(start, types.ModuleType) and not is_users(start.__name__)):
-            return []
-        edge = _entry(start, key) if is_entry else _attribute(start, key)
+    _, end, left = _along(start, path)
+    if left is None or left.is_entry or _is_opaque(end):
+        return []
+    classes = end.__mro__ if isinstance(end, type) else type(end).__mro__
+    member = next((vars(base)[left.key] for base in classes if left.key in vars(base)), None)
+    function = function_of(member)
+    return [function] if isinstance(function, types.FunctionType) else []
+
+
+def function_of(member: Any) -> Any:
+    """The function that a class's attribute stands for; the attribute itself where there is none."""
+    if isinstance(member, property):
+        member = member.fget
+    return member.__func__ if isinstance(member, classmethod | staticmethod | types.MethodType) else member
+
+
+def _along(start: Any, path: Path) -> tuple[list[Edge], Any, Step | None]:
+    """The edges on a path as far as it can be followed, the object there, and the step that leads no further."""
+    edges: list[Edge] = []
+    for step in path.steps:
+        is_flag = isinstance(start, torch.nn.Module) and step.key == "training"  # which is part of signatures
+        look_up = _entry if step.is_entry else _attribute
+        edge = None if is_flag or _is_opaque(start) else look_up(start, step.key)
         if edge is None:
-            return [] if is_entry else _method(start, key)
+            return edges, start, step
+        edges.append(edge)
         start = edge[2]
-    return []
+    return edges, start, None
 
 
-def _method(item: Any, name: str) -> list[types.FunctionType]:
-    for base in item.__mro__ if isinstance(item, type) else type(item).__mro__:
-        if name in vars(base):
-            member = vars(base)[name]
-            member = member.fget if isinstance(member, property) else member
-            member = member.__func__ if isinstance(member, classmethod | staticmethod) else member
-            return [member] if isinstance(member, types.FunctionType) else []
-    return []
+def _is_opaque(item: Any) -> bool:
+    return isinstance(item, _OPAQUE) or (isinstance(item, types.ModuleType) and not is_users(item.__name__))
 
 
 def _entry(item: Any, key: Any) -> Edge | None:

@@ -70,7 +70,8 @@ def values_read(
     """
     of_type: dict[type, list[Any]] = {}
     for owner in owners:
-        of_type.setdefault(type(owner), []).append(owner)
+        if not (isinstance(owner, torch.nn.Module) and is_library(type(owner).__module__)):  # see public_values
+            of_type.setdefault(type(owner), []).append(owner)
     of_class = {kind: [x for one, some in of_type.items() if kind in one.__mro__ for x in some] for kind in methods}
     found: dict[types.CodeType, dict[int, Any]] = {}  # owners, by their ids
     for kind, codes in methods.items():
@@ -92,8 +93,7 @@ def values_read(
         for path in paths_read(code):
             if path.root == "self" and (len(path.steps) == 1 or code in runs):
                 for owner in some:
-                    is_torchs = isinstance(owner, torch.nn.Module) and is_library(type(owner).__module__)
-                    if not is_torchs and path.steps[0].key not in bound[type(owner)]:
+                    if path.steps[0].key not in bound[type(owner)]:
                         yield from _routes(_of_object(owner), path, code)
     for fn in functions:
         if fn.__code__ in runs:
@@ -142,9 +142,7 @@ def _of_variable(fn: types.FunctionType, path: Path) -> Callable[[], Edge | None
     if path.root == "global":
         scope, name = fn.__globals__, path.name
         return lambda: (scope, name, scope[name]) if name in scope else None
-    if path.root == "free":
-        return _of_cell((fn.__closure__ or ())[fn.__code__.co_freevars.index(path.name)])
-    return lambda: None
+    return _of_cell((fn.__closure__ or ())[fn.__code__.co_freevars.index(path.name)])
 
 
 def _of_cell(cell: types.CellType) -> Callable[[], Edge | None]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .paths import VALUES, Edge, Entries, globals_read, is_library, is_plain_container, is_users, words
+from .paths import VALUES, Edge, function_of, globals_read, is_library, is_users, lookup_of, words
 from .reads import Route, is_installed, public_values, values_read
 
 _OPAQUE = frozenset({"threading", "_thread", "queue", "logging", "weakref"})  # modules whose objects hold no tensors
@@ -60,7 +60,7 @@ def _module_parts(module: Any, names: frozenset[str], depth: int = 3) -> Iterato
 
 def _items(container: Mapping[Any, Any]) -> Iterator[Part]:
     items = dict.items(container) if isinstance(container, dict) else container.items()  # no method of a subclass
-    holder = container if is_plain_container(container) or not isinstance(container, dict) else Entries(container)
+    holder = lookup_of(container)
     for key, value in tuple(items):
         if not isinstance(value, _LEAVES):  # most of a large container are plain values: not even looked at twice
             yield holder, key, value
@@ -79,9 +79,7 @@ def _parts(item: Any, gradients: bool) -> Iterator[Part]:
             yield None, None, key
         yield from _items(item)
     elif isinstance(item, list | tuple | collections.deque):
-        container: Any = None if isinstance(item, tuple) else item
-        if isinstance(item, list) and not is_plain_container(item):
-            container = Entries(item)
+        container = None if isinstance(item, tuple) else lookup_of(item)
         kind: Any = next(kind for kind in (list, tuple, collections.deque) if isinstance(item, kind))
         for index, value in enumerate(tuple(kind.__iter__(item))):  # no method of a subclass
             if not isinstance(value, _LEAVES):
@@ -190,11 +188,7 @@ class _Walk:
         scope = vars(cls)
         self.scopes.append(scope)
         for name in names:
-            member = scope[name]
-            if isinstance(member, property):
-                member = member.fget
-            if isinstance(member, classmethod | staticmethod | types.MethodType):
-                member = member.__func__
+            member = function_of(scope[name])
             if isinstance(member, types.FunctionType):
                 self.methods.setdefault(cls, []).append(member.__code__)
                 if name in _FIRST:
