@@ -331,6 +331,7 @@ def test_training_step_on_anothers_leaves_says_once_that_it_runs_eagerly() -> No
 def test_a_backward_on_seats_in_compiled_code_waits_for_no_compile(on_two_gpus: list[Context]) -> None:
     """Dynamo would compile what the gate runs with its lock held, and wait for the lock of compiles."""
     names: list[str] = []
+    gs.compile(lambda x: x + 1, backend="eager")(torch.ones(1))  # from here on the repairs of Dynamo are in
     from torch._dynamo import convert_frame
 
     original = convert_frame.ConvertFrameAssert.__call__
