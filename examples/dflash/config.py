@@ -26,17 +26,22 @@ class Config:
     """All options of all commands; each command reads those it needs."""
 
     preset: str = "smollm2"
-    """Named defaults for everything below: demo or smollm2."""
+    """Named defaults for everything below: demo, smollm2, qwen3-4b or qwen3-8b."""
 
     # what is read and written
     target: str = "smollm2"
     """Target model: 'smollm2', a Hugging Face directory, or a name on the Hub."""
     data: Path = DEMO_PROMPTS
-    """JSONL with one {"messages": [...]} a line: prompts, with or without an assistant's answer."""
+    """JSONL with one {"messages": [...]} or {"conversations": [...]} a line: prompts, with or without an assistant's
+    answers; or {"input_ids": [...], "loss_mask": [...]}, tokens as they are."""
     out: Path = Path("runs/dflash")
     """The run's directory: answers, drafter, metrics."""
     num_held_out: int = 200
     """The last so many conversations of the data are kept out of training, for evaluate."""
+    num_validation: int = 64
+    """The last so many documents before those are not trained on: their acceptance picks the best checkpoint."""
+    assistant_mask: Literal["auto", "template", "prefixes"] = "auto"
+    """How answers are found in a conversation: by the chat template's own marks, or by rendering its prefixes."""
     regenerate: bool = True
     """Train on the target's own answers, which `regenerate` writes; --no-regenerate trains on those in the data."""
 
@@ -57,6 +62,10 @@ class Config:
     """Slots of each ring between threads."""
     cache_features: float = 0.0
     """GiB of host memory in which a target thread keeps features of documents for later epochs; 0: none."""
+    cache_dir: Path | None = None
+    """Where features of documents are kept on disk for later epochs and runs; None: nowhere."""
+    cache_disk: float = 64.0
+    """GiB that all target threads together may keep in --cache-dir."""
 
     # shapes, fixed for the whole run
     token_budget: int = 8192
@@ -77,16 +86,30 @@ class Config:
     """Width of the drafter's feed-forward layers; None: the target's."""
     mask_token_id: int | None = None
     """A token of the target's vocabulary that no text uses; None: the one known for the target."""
+    sliding_window: int | None = None
+    """Tokens that a sliding layer of the drafter looks back, the own one included; None: all layers see everything."""
+    num_full_layers: int = 1
+    """With --sliding-window: the last so many layers see everything all the same."""
 
     # training
-    loss_decay: float = 4.0
-    """gamma: the k-th drafted token weighs exp(-(k - 1) / gamma). 4 for blocks of 8, 5 for 10, 7 for 16."""
+    loss: Literal["decay", "dpace"] = "decay"
+    """How much each drafted token weighs: less along the block (--loss-decay), or by D-PACE."""
+    loss_decay: float | None = None
+    """gamma: the k-th drafted token weighs exp(-(k - 1) / gamma). None: 4 for blocks of 8, 5 for 10, 7 for 16."""
+    dpace_smoothing: float = 0.5
+    """D-PACE's a: a slot's chance to be right is taken as (1 - a) q + a."""
+    labels: Literal["data", "target"] = "data"
+    """What a block should predict: the tokens of the data, or what the target holds most likely after each."""
     lr: float = 6e-4
     """Peak learning rate of AdamW."""
     weight_decay: float = 0.01
     """AdamW's weight decay."""
     warmup_ratio: float = 0.04
-    """Share of the steps over which the learning rate rises; it then falls along a cosine."""
+    """Share of the steps over which the learning rate rises."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """After the warm-up: fall along a cosine, or stay (stable) and fall to 0 over the last --cooldown-ratio."""
+    cooldown_ratio: float = 0.2
+    """Share of the steps over which the wsd schedule falls at its end."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm."""
     epochs: int = 6
@@ -98,7 +121,13 @@ class Config:
     log_every: int = 10
     """Steps between two readings of the metrics."""
     save_every: int | None = None
-    """Steps between two checkpoints of the drafter's weights; None: at the end only."""
+    """Steps between two checkpoints and measurements on the validation documents; None: at the end only."""
+    keep_checkpoints: int = 2
+    """So many of the newest checkpoints stay; the drafter of the best one always does."""
+    resume: bool = True
+    """Go on from the newest checkpoint of an unfinished run in --out; --no-resume begins anew, keeping its drafter."""
+    peer_timeout_s: float = 60.0
+    """Several processes: one that has not been heard of for so long is taken for dead, and the others end."""
     tensorboard: bool = False
     """Write the metrics for TensorBoard too (needs the tensorboard package)."""
 
@@ -109,13 +138,32 @@ class Config:
     """Prompts that are decoded together."""
     temperature: float = 0.0
     """Of regenerated answers; 0: greedy. evaluate is always greedy."""
+    num_samples: int = 0
+    """Further answers to each prompt, drawn at --sample-temperature: more to learn from the same prompts."""
+    sample_temperature: float = 0.7
+    """Of the further answers."""
     min_acceptance: float = 1.0
     """evaluate fails below this acceptance length."""
+    drafter: Path | None = None
+    """The drafter that evaluate and export read: a .safetensors of train, or an exported directory. None: --out's."""
+
+    # export
+    export_format: Literal["servers", "speculators"] = "servers"
+    """The format of vLLM and SGLang, or that of the library speculators."""
+    export_dir: Path | None = None
+    """Where export writes; None: export-FORMAT in --out."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "targets", _split(self.targets))
         object.__setattr__(self, "drafters", _split(self.drafters))
         _validate(self)
+
+    @property
+    def gamma(self) -> float:
+        """``loss_decay``, or the paper's for this block size: 4 for 8, 5 for 10, 7 for 16; in between along lines."""
+        if self.loss_decay is not None:
+            return self.loss_decay
+        return 4 + (self.block_size - 8) / 2 if self.block_size <= 10 else 5 + (self.block_size - 10) / 3
 
     @property
     def answers_path(self) -> Path:
@@ -171,16 +219,32 @@ def _validate(config: Config) -> None:
         "log_every",
         "max_new_tokens",
         "decode_batch",
+        "keep_checkpoints",
+        "num_full_layers",
     )
     for name in positive:
         require(getattr(config, name) >= 1, name, "at least 1")
-    for name in ("intermediate_size", "max_steps", "save_every"):
+    for name in ("intermediate_size", "max_steps", "save_every", "sliding_window"):
         value = getattr(config, name)
         require(value is None or value >= 1, name, "at least 1, or left out")
-    for name in ("loss_decay", "lr", "max_grad_norm"):
+    for name in ("lr", "max_grad_norm", "peer_timeout_s", "sample_temperature"):
         require(getattr(config, name) > 0, name, "above 0")
-    for name in ("num_held_out", "cache_features", "weight_decay", "temperature", "min_acceptance", "seed"):
+    require(config.loss_decay is None or config.loss_decay > 0, "loss_decay", "above 0, or left out")
+    not_negative = (
+        "num_held_out",
+        "num_validation",
+        "cache_features",
+        "cache_disk",
+        "weight_decay",
+        "temperature",
+        "num_samples",
+        "min_acceptance",
+        "seed",
+    )
+    for name in not_negative:
         require(getattr(config, name) >= 0, name, "0 or more")
+    require(0 <= config.dpace_smoothing < 1, "dpace_smoothing", "at least 0 and below 1")
+    require(0 < config.cooldown_ratio <= 1, "cooldown_ratio", "above 0 and at most 1")
     require(config.block_size >= 2, "block_size", "at least 2: the anchor and one drafted token")
     require(0 <= config.warmup_ratio < 1, "warmup_ratio", "at least 0 and below 1")
     require(config.mask_token_id is None or config.mask_token_id >= 0, "mask_token_id", "a token id, or left out")

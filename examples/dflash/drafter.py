@@ -51,6 +51,8 @@ class DrafterConfig:
     target_layer_ids: tuple[int, ...]
     vocab_size: int
     num_target_layers: int
+    sliding_window: int | None = None  # tokens that a sliding layer looks back, the own one included
+    num_full_layers: int = 1  # where there is a window: the last so many layers see everything
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_layer_ids", tuple(self.target_layer_ids))
@@ -60,6 +62,12 @@ class DrafterConfig:
             raise ValueError(f"mask_token_id {self.mask_token_id} is no row of an embedding of {self.vocab_size} rows.")
         if any(not 0 <= layer < self.num_target_layers for layer in self.target_layer_ids):
             raise ValueError(f"The target has layers 0 to {self.num_target_layers - 1}, not {self.target_layer_ids}.")
+
+    @property
+    def layer_types(self) -> tuple[str, ...]:
+        """Of each layer, in the words of transformers: ``sliding_attention`` or ``full_attention``."""
+        num_sliding = max(0, self.num_layers - self.num_full_layers) if self.sliding_window is not None else 0
+        return ("sliding_attention",) * num_sliding + ("full_attention",) * (self.num_layers - num_sliding)
 
     @classmethod
     def from_target(

@@ -90,7 +90,7 @@ class DrafterStep:
             anchor_valid: Tensor,
         ) -> tuple[Tensor, Tensor]:
             labels, weights = labels_and_weights(
-                tokens, document_ids, loss_mask, anchors, anchor_valid, block_size=block_size, decay=config.loss_decay
+                tokens, document_ids, loss_mask, anchors, anchor_valid, block_size=block_size, decay=config.gamma
             )
             blocks = embed_blocks(embedding, tokens, anchors, mask_token_id, block_size)
             block_positions = positions[anchors][:, None] + torch.arange(block_size, device=device)

@@ -14,12 +14,9 @@ import itertools
 import math
 import os
 import signal
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,35 +28,20 @@ from torch import Tensor
 import graphsafe
 
 from . import batches as packing
-from . import drafter as drafters
 from .config import Config, InputError, note_split
 from .data import Document, load_training_documents
 from .drafter import Drafter, DrafterConfig
 from .features import FeatureSource
 from .fetch import resolve_target
-from .metrics import Meter, Reporter, summarize
+from .metrics import Reporter
 from .pipeline import Pipeline, PipelineEnded, Rings, Topology
 from .plan import GIB, describe_needs, drafter_config, estimate, topology
 from .replicas import Replica, ReplicaLost
 from .step import COMPUTE_DTYPES, DrafterStep
 from .target import Target, load_target
+from .trainer import Run, Trainer, compiles
 
 END_TIMEOUT_S = 60.0  # for threads to end once one has failed
-WARMUP_STEPS = 8  # of each drafter, in which everything is compiled
-
-
-@dataclass(frozen=True)
-class Run:
-    """What the threads of a run read, none of it changed by any."""
-
-    config: Config
-    devices: Topology
-    drafter: DrafterConfig
-    num_steps: int
-    pipeline: Pipeline
-    reporter: Reporter
-    store: Any
-    weights: Mapping[torch.device, tuple[Tensor, Tensor]]  # embedding and head of the target, by drafter device
 
 
 def train(config: Config) -> int:
@@ -180,11 +162,6 @@ def train_on(
     return 0
 
 
-def compiles(config: Config, devices: Topology) -> bool:
-    """Whether anything in the run is compiled: the step, or flex_attention on CUDA."""
-    return config.step == "compile" or any(d.type == "cuda" for d in (*devices.targets, *devices.drafters))
-
-
 def head_weights(
     targets: Mapping[torch.device, Target], devices: Topology, dtype: torch.dtype
 ) -> dict[torch.device, tuple[Tensor, Tensor]]:
@@ -233,7 +210,7 @@ def _drafter_body(run: Run, number: int, stack: ExitStack) -> None:
         with run.pipeline.compiling:
             step.warm_up(_padding(run, device))
         run.pipeline.meet()
-    trainer = _Trainer(run, number, step, replica)
+    trainer = Trainer(run, number, step, replica)
     run.pipeline.run_drafter(number, trainer)
     if not run.pipeline.failed.is_set():
         trainer.finish()
@@ -247,78 +224,6 @@ def _padding(run: Run, device: torch.device) -> dict[str, Tensor]:
     dtype = COMPUTE_DTYPES[run.config.dtype]
     batch = {name: tensor.to(device) for name, tensor in packing.empty_batch(run.config).items()}
     return batch | {"features": torch.zeros(run.config.token_budget, width, dtype=dtype, device=device)}
-
-
-class _Trainer:
-    """Trains on a drafter's batches, logs and saves; rank 0 speaks for all."""
-
-    def __init__(self, run: Run, number: int, step: DrafterStep, replica: Replica) -> None:
-        self.run, self.number, self.step, self.replica = run, number, step, replica
-        self.meter = Meter(run.config.block_size, step.device)
-        self.num_steps = 0
-        self.started_s = self.logged_s = time.monotonic()
-        self.waited_s = 0.0
-        self.compiles = compiles(run.config, run.devices)
-        self.warm_after = WARMUP_STEPS + math.ceil(len(run.devices.targets) / len(run.devices.drafters))
-
-    def __call__(self, batch: Mapping[str, Tensor]) -> None:
-        self.meter.add(self.step(batch))
-        self.num_steps += 1
-        config, first = self.run.config, self.number == 0
-        if self.num_steps % config.log_every == 0 or self.num_steps == 1:
-            self.log()
-        elif first:
-            self.run.reporter.advance(self.num_steps)
-        if first and config.save_every is not None and self.num_steps % config.save_every == 0:
-            self.save()
-        if first and self.compiles and self.num_steps == self.warm_after:
-            torch.compiler.set_stance("fail_on_recompile")  # of all threads: each has compiled by now
-
-    def finish(self) -> None:
-        """After the last batch."""
-        if self.num_steps % self.run.config.log_every != 0 and self.num_steps != 1:
-            self.log()
-        if self.number == 0:
-            self.save()
-
-    def save(self) -> None:
-        """Write the weights, unless another replica's end has spoilt the last step."""
-        graphsafe.current_context(self.step.device).synchronize()
-        if not self.run.pipeline.failed.is_set():
-            drafters.save(self.step.drafter, self.run.config.drafter_path)
-
-    def log(self) -> None:
-        """Read the metrics of all replicas; all of them come here at the same step."""
-        lr, norm = self.step.lr, self.step.grad_norm
-        measured = self.replica.sum(self.meter.take())
-        if self.number != 0:
-            return
-        record = summarize(measured.tolist())
-        now, waited_s = time.monotonic(), self.run.pipeline.rings.wait_s(0)
-        elapsed_s = max(now - self.logged_s, 1e-9)
-        record |= {
-            "step": self.num_steps,
-            "lr": lr,
-            "grad_norm": None if norm is None else norm.item(),
-            "tokens_per_s": record["tokens"] / elapsed_s,
-            "drafter_busy": max(0.0, 1 - (waited_s - self.waited_s) / elapsed_s),
-            "targets_waited_s": self.run.pipeline.rings.target_wait_s(),
-            "memory_bytes": _peak_memory(self.step.device),
-            "elapsed_s": now - self.started_s,
-        }
-        self.logged_s, self.waited_s = now, waited_s
-        self.run.reporter.report(record)
-
-
-def _peak_memory(device: torch.device) -> int:
-    """The most memory in use so far: of the CUDA device, or of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "win32":
-        return 0
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class _Signals:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import graphsafe
 from examples.dflash import train as train_module
+from examples.dflash import trainer as trainer_module
 from examples.dflash.attention import flex_mask, sdpa_mask
 from examples.dflash.drafter import DrafterConfig
 from examples.dflash.pipeline import Topology
@@ -290,14 +291,14 @@ def test_an_empty_batch_on_one_replica_changes_nothing_for_the_other(tmp_path):
 @pytest.mark.parametrize("where", ["drafter", "target"])
 def test_an_error_in_one_thread_ends_the_run_and_is_raised(tmp_path, monkeypatch, where):
     if where == "drafter":
-        call = train_module._Trainer.__call__
+        call = trainer_module.Trainer.__call__
 
         def broken(self, batch):
             if self.number == 1 and self.num_steps == 9:
                 raise ZeroDivisionError("planted")
             call(self, batch)
 
-        monkeypatch.setattr(train_module._Trainer, "__call__", broken)
+        monkeypatch.setattr(trainer_module.Trainer, "__call__", broken)
     else:
         features, calls = Target.features, []
 

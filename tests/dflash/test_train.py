@@ -12,6 +12,7 @@ import torch
 
 from examples.dflash import drafter as drafters
 from examples.dflash import train as train_module
+from examples.dflash import trainer as trainer_module
 from examples.dflash.config import Config, InputError
 from examples.dflash.data import Document
 from examples.dflash.drafter import DrafterConfig
@@ -134,7 +135,7 @@ def test_train_fills_the_last_round_with_batches_of_zero_loss(tmp_path):
 def test_train_stops_at_a_rounds_end_on_sigint_and_saves(tmp_path, monkeypatch, capfd):
     config = configuration(tmp_path, max_steps=5000, log_every=1000)
     steps, both_started = {0: 0, 1: 0}, threading.Barrier(2)
-    call = train_module._Trainer.__call__
+    call = trainer_module.Trainer.__call__
 
     def counted(self, batch):
         call(self, batch)
@@ -142,7 +143,7 @@ def test_train_stops_at_a_rounds_end_on_sigint_and_saves(tmp_path, monkeypatch, 
         if self.num_steps == 3 and both_started.wait(20) == 0:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(train_module._Trainer, "__call__", counted)
+    monkeypatch.setattr(trainer_module.Trainer, "__call__", counted)
     before = signal.getsignal(signal.SIGINT)
     code, _ = run(config, num_drafters=2)
     assert code == 130
@@ -171,14 +172,14 @@ def test_train_ends_with_the_exception_of_a_target_thread(tmp_path):
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_train_ends_with_the_exception_of_a_drafter_thread_while_others_wait_for_it(tmp_path, monkeypatch, failing):
-    call = train_module._Trainer.__call__
+    call = trainer_module.Trainer.__call__
 
     def broken(self, batch):
         if self.number == failing and self.num_steps == 3:
             raise ZeroDivisionError("in the drafter")
         call(self, batch)
 
-    monkeypatch.setattr(train_module._Trainer, "__call__", broken)
+    monkeypatch.setattr(trainer_module.Trainer, "__call__", broken)
     with pytest.raises(ZeroDivisionError, match="in the drafter"):
         run(configuration(tmp_path, max_steps=500), num_drafters=3)
 
