@@ -14,6 +14,7 @@ import tyro
 
 from .config import Config, InputError, preset
 from .devices import check_devices
+from .processes import PeerLost
 
 _DEMO = "demo"
 _DEFAULT_PRESET = "smollm2"
@@ -169,7 +170,7 @@ def explain(exc: BaseException) -> str | None:
 
 
 def _of_the_user(error: BaseException) -> str | None:
-    if isinstance(error, InputError):
+    if isinstance(error, InputError | PeerLost):
         return str(error)
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}. Free it, or name another place (--out for what is written)."

@@ -14,6 +14,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 
@@ -25,11 +26,14 @@ from graphsafe.padding import pack, pad_to
 
 from .config import Config, InputError
 from .data import Document
+from .schedule import Schedule
 
 Batch = dict[str, Tensor]
 
 # Rows that are filled side by side: more waste less padding, and mix documents over a longer stretch.
 _NUM_OPEN_ROWS = 16
+
+_VALIDATION_EPOCH = -1  # always the same order and anchors
 
 
 def batch_specs(config: Config) -> dict[str, Spec]:
@@ -51,7 +55,7 @@ def batches(documents: Sequence[Document], config: Config, epoch: int) -> Iterat
     Raises:
         InputError: no document has a place for an anchor.
     """
-    usable = [document for document in documents if eligible_anchors(document, config.block_size)]
+    usable = _usable(documents, config)
     if not usable:
         raise InputError("No document has two supervised tokens within a block, so there is nothing to train on.")
     for row in _rows(usable, config, epoch):
@@ -60,8 +64,46 @@ def batches(documents: Sequence[Document], config: Config, epoch: int) -> Iterat
 
 def num_batches(documents: Sequence[Document], config: Config, epoch: int) -> int:
     """How many batches ``batches`` yields for that epoch."""
-    usable = [document for document in documents if eligible_anchors(document, config.block_size)]
-    return sum(1 for _ in _rows(usable, config, epoch))
+    return sum(1 for _ in _rows(_usable(documents, config), config, epoch))
+
+
+def num_validation_rounds(validation: Sequence[Document], config: Config, num_drafters: int) -> int:
+    """How many rounds of ``num_drafters`` batches the validation documents fill."""
+    return -(-num_batches(validation, config, _VALIDATION_EPOCH) // num_drafters)
+
+
+def scheduled_batches(
+    documents: Sequence[Document],
+    validation: Sequence[Document],
+    config: Config,
+    schedule: Schedule,
+    ranks: Sequence[int],
+    num_drafters: int,
+) -> Iterator[Batch]:
+    """For each round of the schedule, the batches of the drafters ``ranks`` of all ``num_drafters``, in this order.
+
+    Training batch i is drafter ``i % num_drafters``'s, in round ``i // num_drafters``. What is missing in a last round
+    is padding. Batches of other ranks and of steps that are done are not made, only counted.
+
+    Raises:
+        InputError: no document has a place for an anchor.
+    """
+    usable = _usable(documents, config)
+    if not usable:
+        raise InputError("No document has two supervised tokens within a block, so there is nothing to train on.")
+    rows: Iterator[tuple[list[Document], int]] = (
+        (row, epoch) for epoch in range(config.epochs) for row in _rows(usable, config, epoch)
+    )
+    rows = itertools.islice(rows, schedule.first_step * num_drafters, None)
+    measured = [(row, _VALIDATION_EPOCH) for row in _rows(_usable(validation, config), config, _VALIDATION_EPOCH)]
+    for current in schedule.rounds():
+        if current.validation:
+            taken = measured[current.number * num_drafters :][:num_drafters]
+        else:
+            taken = list(itertools.islice(rows, num_drafters))
+        for rank in ranks:
+            row, epoch = taken[rank] if rank < len(taken) else ([], 0)
+            yield _batch(row, config, epoch)
 
 
 def empty_batch(config: Config) -> Batch:
@@ -106,6 +148,10 @@ def share_anchors(num_supervised: Sequence[int], num_eligible: Sequence[int], nu
             left -= grant
         open_documents = [index for index in open_documents if shares[index] < num_eligible[index]]
     return shares
+
+
+def _usable(documents: Sequence[Document], config: Config) -> list[Document]:
+    return [document for document in documents if eligible_anchors(document, config.block_size)]
 
 
 def _rows(documents: list[Document], config: Config, epoch: int) -> Iterator[list[Document]]:

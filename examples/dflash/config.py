@@ -120,7 +120,7 @@ class Config:
     """Of the drafter's weights, the order of documents and the anchors."""
     log_every: int = 10
     """Steps between two readings of the metrics."""
-    save_every: int | None = None
+    save_every: int | None = 500
     """Steps between two checkpoints and measurements on the validation documents; None: at the end only."""
     keep_checkpoints: int = 2
     """So many of the newest checkpoints stay; the drafter of the best one always does."""
@@ -174,6 +174,21 @@ class Config:
     def drafter_path(self) -> Path:
         """The weights that train writes at its end; the configuration is beside it, as .json."""
         return self.out / "drafter.safetensors"
+
+    @property
+    def best_path(self) -> Path:
+        """The weights of the checkpoint with the best acceptance on the validation documents."""
+        return self.out / "best.safetensors"
+
+    @property
+    def metrics_path(self) -> Path:
+        """Where train writes its metrics, one JSON object a line."""
+        return self.out / "metrics.jsonl"
+
+    @property
+    def checkpoints_path(self) -> Path:
+        """Where train writes its checkpoints, a directory each."""
+        return self.out / "checkpoints"
 
     @property
     def split_path(self) -> Path:

@@ -187,6 +187,12 @@ def load_training_documents(config: Config, tokenizer: Any, mask_token_id: int, 
     return documents
 
 
+def split_validation(documents: list[Document], config: Config) -> tuple[list[Document], list[Document]]:
+    """Documents to train on, and those to validate on."""
+    count = min(config.num_validation, len(documents) // 10)
+    return documents[: len(documents) - count], documents[len(documents) - count :]
+
+
 def answer_key(prompt: Sequence[dict[str, str]], config: Config) -> str:
     """Names an answer by all that decides it, so that answers of another configuration are never taken."""
     decides = [config.target, config.dtype, config.max_new_tokens, config.temperature, list(prompt)]

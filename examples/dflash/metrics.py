@@ -64,19 +64,42 @@ class Meter:
         return taken
 
 
+class Silent:
+    """Stands in for a ``Reporter`` in the processes that do not speak."""
+
+    def say(self, text: str) -> None: ...
+
+    def advance(self, step: int) -> None: ...
+
+    def report(self, record: Mapping[str, Any]) -> None: ...
+
+    def event(self, event: str, **values: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Reporter:
     """Shows a run's progress and writes its metrics. Used by one thread at a time.
 
     Args:
-        path: the JSON lines file; it is begun anew.
+        path: the JSON lines file; it is begun anew, unless a run is resumed.
         num_steps: of the run.
         tensorboard: write for TensorBoard as well, beside ``path``.
         live: a progress display that redraws itself; None: where standard output is a terminal.
+        resume_step: steps that are done; what the file holds of later ones will be trained again, and is cut.
     """
 
-    def __init__(self, path: Path, num_steps: int, *, tensorboard: bool = False, live: bool | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        num_steps: int,
+        *,
+        tensorboard: bool = False,
+        live: bool | None = None,
+        resume_step: int | None = None,
+    ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w", encoding="utf-8")
+        self._file = path.open("w" if resume_step is None else "a", encoding="utf-8")
         self._num_steps = num_steps
         self._writer: Any = None
         if tensorboard:
@@ -127,6 +150,11 @@ class Reporter:
             for name, value in record.items():
                 if isinstance(value, int | float) and name != "step":
                     self._writer.add_scalar(name, value, record["step"])
+
+    def event(self, event: str, **values: Any) -> None:
+        """Write what happened, as one line."""
+        self._file.write(json.dumps({"time": time.time(), "event": event, **values}) + "\n")
+        self._file.flush()
 
     def close(self) -> None:
         """End the display and the files. Idempotent."""

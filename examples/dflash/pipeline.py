@@ -170,19 +170,26 @@ class Pipeline:
             self.abort()
             raise
 
-    def read(self, batches: Iterable[Mapping[str, Tensor]], empty: Mapping[str, Tensor]) -> None:
+    def read(
+        self,
+        batches: Iterable[Mapping[str, Tensor]],
+        empty: Mapping[str, Tensor],
+        stops: Callable[[], bool] | None = None,
+    ) -> None:
         """The reader's loop: hand out ``batches`` until they end or a stop is asked for, in whole rounds.
 
         Args:
             empty: a batch of padding, which fills up the last round.
+            stops: asked before each round whether to read no more; None: whether ``stop`` is set.
         """
+        stops = self.stop.is_set if stops is None else stops
         num_targets, num_drafters = len(self.topology.targets), len(self.topology.drafters)
         source = iter(batches)
         index = 0
         with suppress(RingClosed):
             while True:
                 at_round_end = index % num_drafters == 0
-                batch = None if at_round_end and self.stop.is_set() else next(source, None)
+                batch = None if at_round_end and stops() else next(source, None)
                 if batch is None:
                     if at_round_end:
                         break

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import datetime
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,11 +30,52 @@ import graphsafe
 from .config import InputError
 
 ABORT_TIMEOUT_S = 30.0
+_LOOK_S = 1.0  # between two looks at whether a wait is given up
+_POLL_S = 0.02  # between two looks at who has come
 TIMEOUT = datetime.timedelta(minutes=30)  # for a collective: a rank may wait long for its first features
 
 
 class ReplicaLost(RuntimeError):
     """Another replica ended, so a collective with it cannot end."""
+
+
+def wait_for(work: Any, given_up: Callable[[], bool]) -> None:
+    """Wait on the host for a Gloo collective.
+
+    Args:
+        work: the collective.
+        given_up: looked at now and then.
+    Raises:
+        ReplicaLost: the wait is given up.
+        RuntimeError: the collective failed.
+    """
+    while True:
+        try:
+            work.wait(datetime.timedelta(seconds=_LOOK_S))
+            return
+        except RuntimeError:
+            if work.is_completed():  # it failed; else the wait's time is over
+                raise
+            if given_up():
+                raise ReplicaLost("The wait for another replica was given up.") from None
+
+
+def gather(store: Any, size: int, given_up: Callable[[], bool]) -> None:
+    """Wait until ``size`` have come here, each with this store, since making a group cannot be given up.
+
+    Raises:
+        ReplicaLost: the wait is given up.
+    """
+    store.add("arrived", 1)
+    while store.add("arrived", 0) < size:
+        if given_up():
+            raise ReplicaLost("The wait for the other replicas was given up.")
+        time.sleep(_POLL_S)
+
+
+def drop(groups: list[Any]) -> None:
+    """Empty a list that holds the last reference to a Gloo group, and wait for no collective still under way in it."""
+    threading.Thread(target=groups.clear, name="left-group", daemon=True).start()
 
 
 class Replica:
@@ -43,19 +85,28 @@ class Replica:
         rank, size: this one, and how many there are; all make theirs at the same time.
         device: the drafter's.
         store: shared by all ranks, such as ``torch.distributed.HashStore()``. Unused when alone.
+        given_up: once it is set, waits for other replicas end in ReplicaLost (on CUDA see ``abort``).
     """
 
-    def __init__(self, rank: int, size: int, device: torch.device, store: Any) -> None:
+    def __init__(
+        self, rank: int, size: int, device: torch.device, store: Any, given_up: threading.Event | None = None
+    ) -> None:
         self.rank, self.size, self.device = rank, size, device
         self._group: Any = None
         self._hooks: list[Any] = []
         self._alone = size == 1
         self._aborting: threading.Thread | None = None
+        self._given_up = threading.Event() if given_up is None else given_up
         if size > 1:
+            with graphsafe.current_context(device).released():
+                gather(store, size, self._given_up.is_set)
             if device.type == "cuda":
                 self._group = dist.ProcessGroupNCCL(store, rank, size)
             else:
-                self._group = dist.ProcessGroupGloo(store, rank, size, TIMEOUT)
+                try:
+                    self._group = dist.ProcessGroupGloo(store, rank, size, TIMEOUT)
+                except RuntimeError as exc:
+                    raise ReplicaLost(f"Replica {rank} of {size} does not reach the others: {exc}") from exc
             self.sum(torch.zeros(1, device=device))  # connects now, not within the first step
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -98,11 +149,12 @@ class Replica:
         self._hooks += [p.register_post_accumulate_grad_hook(hook) for p in trained]
 
     def abort(self) -> None:
-        """End collectives under way on a CUDA device. Any thread. (On the CPU ``close`` ends those of the others.)
+        """End collectives under way. Any thread. (On the CPU this rank's own; ``close`` ends those of the others.)
 
         It does not wait: NCCL's abort returns only once no graph uses the communicator, and each graph is dropped by
         its own thread.
         """
+        self._given_up.set()
         group = self._group
         if group is not None and self.device.type == "cuda" and self._aborting is None:
             self._aborting = threading.Thread(target=group.abort, name=f"abort-{self.rank}", daemon=True)
@@ -118,7 +170,9 @@ class Replica:
         self.abort()
         if self._aborting is not None:
             self._aborting.join(ABORT_TIMEOUT_S)
-        self._hooks, self._group = [], None
+        groups, self._hooks, self._group = [self._group], [], None
+        if self.device.type != "cuda":
+            drop(groups)
 
     def _sum_into(self, gradients: Sequence[Tensor]) -> None:
         flat = torch.cat([gradient.flatten() for gradient in gradients])
@@ -138,7 +192,9 @@ class Replica:
                 work.wait()  # the stream waits, not the host
                 return
             with graphsafe.current_context(self.device).released():
-                work.wait()
+                wait_for(work, self._given_up.is_set)
+        except ReplicaLost:
+            raise
         except (dist.DistError, RuntimeError) as exc:
             if isinstance(exc, graphsafe.GraphsafeError | torch.OutOfMemoryError):
                 raise

@@ -130,8 +130,18 @@ class DrafterStep:
         self.scheduler.step()
         return measurements
 
-    def warm_up(self, batch: Mapping[str, Tensor]) -> None:
+    def measure(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """What a step would have measured on a batch, this replica's part alone. Trains nothing."""
+        with graphsafe.current_context(self.device).eager(rng=False), self._replica.alone(), torch.no_grad():
+            measurements: Tensor = self._loss_fn(*(batch[name] for name in INPUTS))[1]
+        return measurements
+
+    def warm_up(self, batch: Mapping[str, Tensor], *, measures: bool) -> None:
         """Everything once, so that all is compiled and loaded. Trains nothing, and waits for no other replica.
+
+        Args:
+            batch: as for a step.
+            measures: ``measure`` too.
 
         A compile waits for the device, to time kernels, and so may CUDA when it loads a kernel on its first launch. If
         the device waited for another replica meanwhile, and that one's thread for the process's one compile or load at
@@ -140,6 +150,8 @@ class DrafterStep:
         with graphsafe.current_context(self.device).eager(), self._replica.alone():
             loss, _ = self._loss_fn(*(batch[name] for name in INPUTS))
             loss.backward()
+        if measures:
+            self.measure(batch)
         self.optimizer.zero_grad(set_to_none=True)
         stand_in = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(self.device)  # clipping and the optimizer
         step = graphsafe.TrainStep(

@@ -1,47 +1,46 @@
-"""``train``: the whole pipeline in one process, on any number of devices.
+"""``train``: the whole pipeline, on any number of devices, in one process or in several.
 
     python -m examples.dflash train --preset smollm2 --targets cuda:0 --drafters cuda:1
 
 Guarantees:
-- Ctrl-C or SIGTERM ends the run at the end of a round, with the drafter saved; a second one ends it at once.
+- A run that was ended, or killed, goes on from its newest checkpoint when it is started again, bit for bit.
+- Ctrl-C or SIGTERM ends the run at the end of a round, with a checkpoint; a second one ends it at once.
 - An error in any thread ends all of them, and is the one that the command shows.
 - After the warm-up a recompile is an error: shapes are fixed, so none is due.
 """
 
 from __future__ import annotations
 
-import itertools
+import json
 import math
-import os
-import signal
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import graphsafe
 
 from . import batches as packing
+from .checkpoint import Checkpoint, Checkpoints, Contract, check_contract, contract, read_checkpoint
 from .config import Config, InputError, note_split
-from .data import Document, load_training_documents
-from .drafter import Drafter, DrafterConfig
-from .features import FeatureSource
+from .data import Document, load_training_documents, split_validation
+from .drafter import DrafterConfig
 from .fetch import resolve_target
-from .metrics import Reporter
+from .metrics import Reporter, Silent
 from .pipeline import Pipeline, PipelineEnded, Rings, Topology
-from .plan import GIB, describe_needs, drafter_config, estimate, topology
-from .replicas import Replica, ReplicaLost
-from .step import COMPUTE_DTYPES, DrafterStep
+from .plan import describe_needs, drafter_config, estimate, topology
+from .processes import PeerLost, Processes
+from .replicas import ReplicaLost
+from .schedule import Schedule
+from .signals import listen
+from .step import COMPUTE_DTYPES
 from .target import Target, load_target
-from .trainer import Run, Trainer, compiles
-
-END_TIMEOUT_S = 60.0  # for threads to end once one has failed
+from .threads import run_threads
+from .trainer import Run, compiles
 
 
 def train(config: Config) -> int:
@@ -49,26 +48,41 @@ def train(config: Config) -> int:
 
     Raises:
         InputError: something that the user gave cannot be used, or does not fit into memory.
+        PeerLost: another process of the run failed, or is gone.
     """
-    devices = topology(config)
-    path = resolve_target(config.target)
-    targets = load_targets(path, config, devices)
-    first = targets[devices.targets[0]]
-    drafter = drafter_config(config, first.shape)
-    documents = load_training_documents(config, first.tokenizer, drafter.mask_token_id)
-    keep_former(config)
-    note_split(config)
-    return train_on(documents, targets, drafter, config, devices)
+    processes = Processes.join(config.peer_timeout_s)
+    try:
+        devices = processes.share(topology(config))
+        path = Path(processes.from_first("target", lambda: str(resolve_target(config.target))))
+        targets = load_targets(path, config, devices)
+        first = targets[devices.targets[0]]
+        drafter = drafter_config(config, first.shape)
+        say = print if processes.rank == 0 else (lambda text: None)
+        documents = load_training_documents(config, first.tokenizer, drafter.mask_token_id, say=say)
+        documents, validation = split_validation(documents, config)
+        code = train_on(documents, targets, drafter, config, devices, validation=validation, processes=processes)
+    except BaseException as exc:
+        processes.close(exc)
+        raise
+    processes.close()
+    return code
 
 
-def keep_former(config: Config) -> None:
-    """Rename a drafter that is there already, so that this run does not overwrite it."""
-    former = config.drafter_path
-    if former.is_file():
-        for path in (former, former.with_suffix(".json")):
-            if path.is_file():
-                path.replace(path.with_name(f"previous-{path.name}"))
-        print(f"the drafter of the last run is now {former.with_name(f'previous-{former.name}')}")
+def keep_former(config: Config, say: Callable[[str], object] = print) -> None:
+    """Rename what a former run has left, so that this one does not overwrite it."""
+    kept = (config.drafter_path, config.best_path, config.checkpoints_path, config.metrics_path)
+    if config.drafter_path.is_file():
+        say(f"the drafter of the last run is now {_previous(config.drafter_path)}")
+    for path in kept:
+        for part in {path, path.with_suffix(".json")}:
+            if part.is_dir() and _previous(part).is_dir():
+                shutil.rmtree(_previous(part))
+            if part.exists():
+                part.replace(_previous(part))
+
+
+def _previous(path: Path) -> Path:
+    return path.with_name(f"previous-{path.name}")
 
 
 def load_targets(path: Path, config: Config, devices: Topology) -> dict[torch.device, Target]:
@@ -91,15 +105,29 @@ def load_targets(path: Path, config: Config, devices: Topology) -> dict[torch.de
 
 def count_steps(documents: Sequence[Document], config: Config, num_drafters: int) -> int:
     """Steps of the run: one for each round of batches of all epochs, up to ``max_steps``."""
-    num_batches = sum(packing.num_batches(documents, config, epoch) for epoch in range(config.epochs))
-    num_steps = math.ceil(num_batches / num_drafters)
-    return num_steps if config.max_steps is None else min(num_steps, config.max_steps)
+    num_batches = 0
+    for epoch in range(config.epochs):
+        num_batches += packing.num_batches(documents, config, epoch)
+        if config.max_steps is not None and num_batches >= config.max_steps * num_drafters:
+            return config.max_steps
+    return math.ceil(num_batches / num_drafters)
 
 
-def all_batches(documents: Sequence[Document], config: Config, num_batches: int) -> Iterator[Mapping[str, Tensor]]:
-    """The batches of all epochs, one after the other, up to ``num_batches``."""
-    epochs = (packing.batches(documents, config, epoch) for epoch in range(config.epochs))
-    return itertools.islice(itertools.chain.from_iterable(epochs), num_batches)
+def find_start(config: Config, agreed: Contract, checkpoints: Checkpoints, say: Callable[[str], object]) -> str:
+    """The checkpoint that the run goes on from; "" where it begins anew, with what a former run left renamed.
+
+    Raises:
+        InputError: the one that is there is of a run with other settings.
+    """
+    checkpoints.clear_leftovers()
+    newest = checkpoints.newest() if config.resume else None
+    if newest is not None and not newest.is_final:
+        check_contract(newest.contract, agreed, f"The checkpoint {newest.path}")
+        checkpoints.relink(newest, config.drafter_path, config.best_path)
+        return str(newest.path)
+    keep_former(config, say)
+    note_split(config)
+    return ""
 
 
 def train_on(
@@ -108,58 +136,110 @@ def train_on(
     drafter: DrafterConfig,
     config: Config,
     devices: Topology,
+    *,
+    validation: Sequence[Document] = (),
+    processes: Processes | None = None,
 ) -> int:
-    """Train a drafter on documents. Returns the exit code, as ``train``."""
+    """Train a drafter on documents. Returns the exit code, as ``train``.
+
+    Args:
+        documents: to train on.
+        targets: by device, those of this process.
+        drafter: its shape.
+        config: the run's.
+        devices: of this process.
+        validation: documents to measure on before each checkpoint.
+        processes: those that train together, each with as many drafters; None: this one alone.
+    """
+    processes = Processes() if processes is None else processes
     dtype = COMPUTE_DTYPES[config.dtype]
     first = targets[devices.targets[0]]
     parameters = sum(parameter.numel() for parameter in first.model.parameters())
-    num_steps = count_steps(documents, config, len(devices.drafters))
-    stop = threading.Event()
-    reporter = Reporter(config.out / "metrics.jsonl", num_steps, tensorboard=config.tensorboard)
+    num_replicas = processes.size * len(devices.drafters)
+    num_steps = count_steps(documents, config, num_replicas)
+    agreed = contract(config, documents, num_replicas, num_steps)
+    checkpoints = Checkpoints(config.checkpoints_path, config.keep_checkpoints)
     with ExitStack() as stack:
+        stack.callback(checkpoints.close)
+        if processes.rank == 0:
+            stack.enter_context(_sole_writer(config))
+        start = _agree_on_start(config, agreed, checkpoints, processes)
+        reporter: Reporter | Silent = Silent()
+        if processes.rank == 0:
+            reporter = Reporter(
+                config.metrics_path,
+                num_steps,
+                tensorboard=config.tensorboard,
+                resume_step=None if start is None else start.step,
+            )
         stack.callback(reporter.close)
         stack.enter_context(_memory_advice(config, first, parameters, devices))
         for target in targets.values():
             target.drop_layers_after(max(drafter.target_layer_ids))
         features = graphsafe.Spec((config.token_budget, len(drafter.target_layer_ids) * drafter.hidden_size), dtype)
-        pipeline = Pipeline(Rings(devices, packing.batch_specs(config), features, config.ring_depth), stop)
+        pipeline = Pipeline(Rings(devices, packing.batch_specs(config), features, config.ring_depth), threading.Event())
+        schedule = Schedule(
+            num_steps=num_steps,
+            first_step=0 if start is None else start.step,
+            num_validation_rounds=packing.num_validation_rounds(validation, config, num_replicas),
+            save_every=config.save_every,
+        )
         run = Run(
             config=config,
             devices=devices,
             drafter=drafter,
-            num_steps=num_steps,
+            schedule=schedule,
+            contract=agreed,
+            start=start,
+            checkpoints=checkpoints,
             pipeline=pipeline,
+            processes=processes,
             reporter=reporter,
-            store=dist.HashStore(),
             weights=head_weights(targets, devices, dtype),
         )
         reporter.say(
-            f"training on {len(documents)} documents: {num_steps} steps of {len(devices.drafters)} x "
+            f"training on {len(documents)} documents: {num_steps} steps of {num_replicas} x "
             f"{config.token_budget} tokens and {config.num_anchors} blocks of {config.block_size}"
         )
-        signals = stack.enter_context(_signals(pipeline))
+        if start is not None:
+            reporter.say(f"going on from {start.path}, after {start.step} of them")
+            reporter.event("resume", step=start.step)
+        signals = stack.enter_context(listen(pipeline))
         if compiles(config, devices):
             stack.callback(torch.compiler.set_stance, "default")
-        source = all_batches(documents, config, num_steps * len(devices.drafters))
+        processes.on_loss(pipeline.abort)
         try:
-            with graphsafe.WorkerGroup(timeout=END_TIMEOUT_S) as group:
-                empty = packing.empty_batch(config)
-                group.spawn(partial(_guarded, pipeline, pipeline.read, source, empty), device="cpu", name="reader")
-                for number, device in enumerate(devices.targets):
-                    target = targets[device]
-                    cached = FeatureSource(target, drafter.target_layer_ids, int(config.cache_features * GIB))
-                    body = partial(_guarded, pipeline, _target_body, run, number, target, cached)
-                    group.spawn(body, device=device, name=f"target-{number}")
-                for number, device in enumerate(devices.drafters):
-                    seed = config.seed + number
-                    group.spawn(_drafter_thread, run, number, device=device, seed=seed, name=f"drafter-{number}")
+            run_threads(run, documents, validation, targets, signals)
         except BaseExceptionGroup as group_error:
-            raise _root(group_error) from None
-        if signals.received:
-            reporter.say(f"stopped early; the drafter is in {config.drafter_path}" if not signals.twice else "stopped")
-            return 128 + signals.received[0]
+            error = _root(group_error)
+            if processes.size > 1 and isinstance(error, ReplicaLost | PipelineEnded | PeerLost):
+                raise _with_advice(processes.explain(error), checkpoints) from error
+            raise error from None
+        if processes.lost is not None:
+            raise _with_advice(PeerLost(processes.lost), checkpoints)
+        if signals.agreed:
+            reporter.say("stopped" if signals.twice else f"stopped early; the drafter is in {config.drafter_path}")
+            return 128 + signals.agreed
         reporter.say(f"the drafter is in {config.drafter_path}")
     return 0
+
+
+def _agree_on_start(
+    config: Config, agreed: Contract, checkpoints: Checkpoints, processes: Processes
+) -> Checkpoint | None:
+    """What process 0 finds, for all; all must be given the same options and data."""
+    say = print if processes.rank == 0 else (lambda text: None)
+    settings = json.dumps(agreed)
+    first = json.loads(
+        processes.from_first("start", lambda: json.dumps([settings, find_start(config, agreed, checkpoints, say)]))
+    )
+    check_contract(json.loads(first[0]), agreed, "Process 0's part of the run")
+    if not first[1]:
+        return None
+    path = Path(first[1])
+    if not path.is_dir():
+        raise InputError(f"Process 0 goes on from {path}, which is not on this host. All hosts must share --out.")
+    return read_checkpoint(path)
 
 
 def head_weights(
@@ -177,88 +257,31 @@ def head_weights(
     return weights
 
 
-def _guarded(pipeline: Pipeline, function: Callable[..., None], *args: Any) -> None:
-    pipeline.guard(partial(function, *args), PipelineEnded)
-
-
-def _target_body(run: Run, number: int, target: Target, source: FeatureSource) -> None:
-    config, device = run.config, run.devices.targets[number]
-    if len(run.devices.drafters) > 1:  # see DrafterStep.warm_up
-        padding = {name: tensor.to(device) for name, tensor in packing.empty_batch(config).items()}
-        with graphsafe.current_context(device).eager(rng=False):
-            target.features(
-                padding["tokens"], padding["document_ids"], padding["positions"], run.drafter.target_layer_ids
-            )
-        run.pipeline.meet()
-    run.pipeline.run_target(number, source)
-
-
-def _drafter_thread(run: Run, number: int) -> None:
-    with ExitStack() as stack:  # leaves the group once the pipeline knows of an error, so that others stay quiet
-        run.pipeline.guard(partial(_drafter_body, run, number, stack), ReplicaLost, PipelineEnded)
-
-
-def _drafter_body(run: Run, number: int, stack: ExitStack) -> None:
-    config, device = run.config, run.devices.drafters[number]
-    replica = Replica(number, len(run.devices.drafters), device, run.store)
-    stack.callback(replica.close)
-    run.pipeline.on_abort(replica.abort)
-    model = Drafter(run.drafter, seed=config.seed, gradient_checkpointing=config.gradient_checkpointing).to(device)
-    step = DrafterStep(model, *run.weights[device], config, run.num_steps, replica)
-    stack.callback(step.close)
-    if replica.size > 1:
-        with run.pipeline.compiling:
-            step.warm_up(_padding(run, device))
-        run.pipeline.meet()
-    trainer = Trainer(run, number, step, replica)
-    run.pipeline.run_drafter(number, trainer)
-    if not run.pipeline.failed.is_set():
-        trainer.finish()
-        graphsafe.current_context(device).synchronize()
-        run.pipeline.part()
-
-
-def _padding(run: Run, device: torch.device) -> dict[str, Tensor]:
-    """A slot's tensors for a batch of padding."""
-    width = len(run.drafter.target_layer_ids) * run.drafter.hidden_size
-    dtype = COMPUTE_DTYPES[run.config.dtype]
-    batch = {name: tensor.to(device) for name, tensor in packing.empty_batch(run.config).items()}
-    return batch | {"features": torch.zeros(run.config.token_budget, width, dtype=dtype, device=device)}
-
-
-class _Signals:
-    """Which signals have come."""
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-
-    @property
-    def twice(self) -> bool:
-        return len(self.received) > 1
-
-
 @contextmanager
-def _signals(pipeline: Pipeline) -> Iterator[_Signals]:
-    """The first SIGINT or SIGTERM asks for a stop, the second one aborts. Only the main thread can listen."""
-    signals = _Signals()
-    if threading.current_thread() is not threading.main_thread():
-        yield signals
-        return
+def _sole_writer(config: Config) -> Iterator[None]:
+    """Hold --out for this run alone, for as long as the process lives.
 
-    def handle(number: int, frame: object) -> None:
-        signals.received.append(number)
-        if signals.twice:
-            pipeline.abort()
-        else:
-            pipeline.stop.set()
-            os.write(2, b"\nstopping at the end of the round; once more stops at once\n")
+    Raises:
+        InputError: another run has it.
+    """
+    config.out.mkdir(parents=True, exist_ok=True)
+    with (config.out / ".lock").open("a+") as file:
+        try:
+            import fcntl
+        except ImportError:  # not on this system: nothing to hold it with
+            yield
+            return
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            raise InputError(f"Another train is writing to {config.out}. Wait for it, or take another --out.") from exc
+        yield
 
-    former = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield signals
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
+
+def _with_advice(lost: PeerLost, checkpoints: Checkpoints) -> PeerLost:
+    newest = checkpoints.newest()
+    where = "There is no checkpoint yet" if newest is None else f"The last checkpoint is {newest.path}"
+    return PeerLost(f"{lost} {where}; start all processes again, and the run goes on from there.")
 
 
 @contextmanager

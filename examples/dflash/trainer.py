@@ -1,7 +1,8 @@
-"""What a drafter's thread does with each batch: a step, now and then a reading of the metrics, a checkpoint.
+"""What a drafter's thread does with each batch: a step or a measurement, now and then a reading and a checkpoint.
 
 Guarantees:
-- All replicas read their metrics at the same step, and the first one speaks for all.
+- All replicas read their metrics at the same step, and the first one of all processes speaks for all.
+- Metrics are read before a checkpoint is taken, so a resumed run loses and repeats no reading.
 - After the warm-up a recompile is an error: shapes are fixed, so none is due.
 """
 
@@ -12,19 +13,20 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import graphsafe
 
-from . import drafter as drafters
+from .checkpoint import Checkpoint, Checkpoints, Contract, Snapshot
 from .config import Config
 from .drafter import DrafterConfig
-from .metrics import Meter, Reporter, summarize
+from .metrics import Meter, Reporter, Silent, summarize
 from .pipeline import Pipeline, Topology
+from .processes import Processes
 from .replicas import Replica
+from .schedule import Schedule
 from .step import DrafterStep
 
 WARMUP_STEPS = 8  # of each drafter, in which everything is compiled
@@ -32,16 +34,36 @@ WARMUP_STEPS = 8  # of each drafter, in which everything is compiled
 
 @dataclass(frozen=True)
 class Run:
-    """What the threads of a run read, none of it changed by any."""
+    """What the threads of a run read, none of it changed by any.
+
+    Attributes:
+        devices: of this process.
+        schedule: the rounds of all processes.
+        start: the checkpoint that the run goes on from; None: from the beginning.
+        checkpoints: where rank 0 writes.
+        weights: embedding and head of the target, by drafter device.
+    """
 
     config: Config
     devices: Topology
     drafter: DrafterConfig
-    num_steps: int
+    schedule: Schedule
+    contract: Contract
+    start: Checkpoint | None
+    checkpoints: Checkpoints
     pipeline: Pipeline
-    reporter: Reporter
-    store: Any
-    weights: Mapping[torch.device, tuple[Tensor, Tensor]]  # embedding and head of the target, by drafter device
+    processes: Processes
+    reporter: Reporter | Silent
+    weights: Mapping[torch.device, tuple[Tensor, Tensor]]
+
+    @property
+    def num_replicas(self) -> int:
+        """Drafters of all processes."""
+        return self.processes.size * len(self.devices.drafters)
+
+    def rank(self, number: int) -> int:
+        """The rank among all replicas of drafter ``number`` of this process."""
+        return self.processes.rank * len(self.devices.drafters) + number
 
 
 def compiles(config: Config, devices: Topology) -> bool:
@@ -50,48 +72,91 @@ def compiles(config: Config, devices: Topology) -> bool:
 
 
 class Trainer:
-    """Trains on a drafter's batches, logs and saves; rank 0 speaks for all."""
+    """Trains on a drafter's batches, measures, logs and saves; rank 0 speaks for all."""
 
     def __init__(self, run: Run, number: int, step: DrafterStep, replica: Replica) -> None:
         self.run, self.number, self.step, self.replica = run, number, step, replica
         self.meter = Meter(run.config.block_size, step.device)
-        self.num_steps = 0
+        self.validation = Meter(run.config.block_size, step.device)
+        self.rounds = run.schedule.rounds()
+        self.num_steps = self.logged_at = self.saved_at = run.schedule.first_step
+        self.best = None if run.start is None else run.start.best
         self.started_s = self.logged_s = time.monotonic()
         self.waited_s = 0.0
         self.compiles = compiles(run.config, run.devices)
         self.warm_after = WARMUP_STEPS + math.ceil(len(run.devices.targets) / len(run.devices.drafters))
 
     def __call__(self, batch: Mapping[str, Tensor]) -> None:
+        current = next(self.rounds)
+        if current.validation:
+            self.validation.add(self.step.measure(batch))
+            if current.last:
+                self.validated()
+            return
         self.meter.add(self.step(batch))
         self.num_steps += 1
-        config, first = self.run.config, self.number == 0
-        if self.num_steps % config.log_every == 0 or self.num_steps == 1:
+        schedule, here = self.run.schedule, self.num_steps - self.run.schedule.first_step
+        due = schedule.is_due(self.num_steps)
+        if self.num_steps % self.run.config.log_every == 0 or here == 1 or due:
             self.log()
-        elif first:
+        elif self.replica.rank == 0:
             self.run.reporter.advance(self.num_steps)
-        if first and config.save_every is not None and self.num_steps % config.save_every == 0:
-            self.save()
-        if first and self.compiles and self.num_steps == self.warm_after:
+        if due and schedule.num_validation_rounds == 0:
+            self.save(None)
+        if self.number == 0 and self.compiles and here == self.warm_after:
             torch.compiler.set_stance("fail_on_recompile")  # of all threads: each has compiled by now
 
     def finish(self) -> None:
         """After the last batch."""
-        if self.num_steps % self.run.config.log_every != 0 and self.num_steps != 1:
+        if self.num_steps > self.logged_at:
             self.log()
-        if self.number == 0:
-            self.save()
+        if self.num_steps > self.saved_at or not self.run.config.drafter_path.is_file():
+            self.save(None)
+        if self.replica.rank == 0:
+            self.run.checkpoints.wait()
 
-    def save(self) -> None:
-        """Write the weights, unless another replica's end has spoilt the last step."""
+    def validated(self) -> None:
+        """After a measurement on the validation documents: report it, and write the checkpoint that was due."""
+        record = summarize(self.replica.sum(self.validation.take()).tolist())
+        if self.replica.rank != 0:
+            return
+        self.run.reporter.event("validation", step=self.num_steps, **record)
+        if self.num_steps > self.saved_at:
+            self.save(record["acceptance"])
+
+    def save(self, acceptance: float | None) -> None:
+        """Rank 0: write a checkpoint, unless another replica's end has spoilt the last step.
+
+        Args:
+            acceptance: on the validation documents; None: not measured.
+        """
         graphsafe.current_context(self.step.device).synchronize()
-        if not self.run.pipeline.failed.is_set():
-            drafters.save(self.step.drafter, self.run.config.drafter_path)
+        if self.replica.rank != 0 or self.run.pipeline.failed.is_set():
+            return
+        config, also = self.run.config, [self.run.config.drafter_path]
+        if acceptance is not None and (self.best is None or acceptance > self.best):
+            self.best = acceptance
+            also.append(config.best_path)
+        snapshot = Snapshot.take(
+            self.step.drafter,
+            self.step.optimizer,
+            self.step.scheduler,
+            step=self.num_steps,
+            num_steps=self.run.schedule.num_steps,
+            contract=self.run.contract,
+            acceptance=acceptance,
+            best=self.best,
+        )
+        self.run.checkpoints.save(snapshot, also)
+        self.saved_at = self.num_steps
+        self.run.reporter.event("checkpoint", step=self.num_steps, acceptance=acceptance)
 
     def log(self) -> None:
         """Read the metrics of all replicas; all of them come here at the same step."""
         lr, norm = self.step.lr, self.step.grad_norm
         measured = self.replica.sum(self.meter.take())
-        if self.number != 0:
+        self.logged_at = self.num_steps
+        if self.replica.rank != 0:
             return
         record = summarize(measured.tolist())
         now, waited_s = time.monotonic(), self.run.pipeline.rings.wait_s(0)

@@ -189,7 +189,7 @@ def test_a_replica_warms_up_alone_and_trains_nothing(tmp_path, target):
         before = {name: weight.clone() for name, weight in drafter.state_dict().items()}
         try:
             if number == 0:
-                step.warm_up({**row, "features": features})  # 1. while the other takes part in nothing
+                step.warm_up({**row, "features": features}, measures=True)  # 1. while the other takes part in nothing
                 first_is_warm.set()
             assert first_is_warm.wait(20)
             assert all(torch.equal(before[name], weight) for name, weight in drafter.state_dict().items())

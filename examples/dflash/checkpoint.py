@@ -1,0 +1,321 @@
+"""Checkpoints of a run, each whole or not there at all, and whether a run may go on from one.
+
+    OUT/checkpoints/step-00000500/   drafter.safetensors, drafter.json, optimizer.pt, state.json
+
+Guarantees:
+- A checkpoint appears under its name only once all of it is on the disk. What a killed process left half done has
+  another name, is never read, and is removed by the next run.
+- It holds all that training goes on from: weights, optimizer, schedule, and how many steps are done. Batches, anchors
+  and their order follow from the seed and the number of steps, and a step draws nothing, so there is no other state.
+  Batches that were under way are made again: none is lost, none trained twice.
+- A run goes on only with the hyper-parameters, the documents and the number of drafters that it began with.
+- Training waits for a copy in host memory; the disk is written meanwhile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .config import Config, InputError
+from .data import Document
+from .drafter import Drafter
+
+_NAME = "step-{:08d}"
+_VERSION = 1
+
+# Options that may change between two parts of a run: where it runs, how fast, what is written, other commands'.
+FREE = frozenset(
+    name
+    for line in (
+        "preset, data, out, num_held_out, num_validation, regenerate, assistant_mask, targets, drafters, step",
+        "attention, gradient_checkpointing, ring_depth, cache_features, cache_dir, cache_disk, loss_chunk, max_steps",
+        "log_every, save_every, keep_checkpoints, resume, peer_timeout_s, tensorboard, max_new_tokens, decode_batch",
+        "temperature, num_samples, sample_temperature, min_acceptance, drafter, export_format, export_dir",
+    )
+    for name in line.split(", ")
+)
+
+Contract = dict[str, Any]
+
+
+def contract(config: Config, documents: Sequence[Document], num_drafters: int, num_steps: int) -> Contract:
+    """What a run must keep to when it goes on, as plain JSON values: options by name, and what follows from others."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.name not in FREE}
+    digest = hashlib.sha256()
+    for document in documents:
+        digest.update(f"{document.id} {len(document.tokens)} ".encode())
+        digest.update(np.array(document.tokens, np.int64).tobytes() + np.array(document.loss_mask, np.bool_).tobytes())
+    values["loss_decay"] = config.gamma
+    values |= {
+        "number of drafters": num_drafters,
+        "number of steps": num_steps,
+        "documents": f"{len(documents)}, SHA-256 {digest.hexdigest()[:16]}",
+    }
+    plain: Contract = json.loads(json.dumps(values, default=str))
+    return plain
+
+
+def check_contract(former: Contract, now: Contract, where: str) -> None:
+    """Raise InputError, naming what has changed, where a run would go on as another one."""
+    changed = [name for name in sorted({*former, *now}) if former.get(name) != now.get(name)]
+    if not changed:
+        return
+    fields = {field.name for field in dataclasses.fields(Config)}
+    lines = [
+        f"  {'--' + name.replace('_', '-') if name in fields else name}: was {former.get(name)!r}, is {now.get(name)!r}"
+        for name in changed
+    ]
+    raise InputError(
+        f"{where} was written by a run with other settings, so this one cannot go on from it:\n"
+        + "\n".join(lines)
+        + "\nGive it the same settings, or begin anew with --no-resume (the former drafter is kept) or another --out."
+    )
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One that is on the disk.
+
+    Attributes:
+        path: its directory.
+        step: training steps done.
+        num_steps: of the whole run.
+        contract: what its run must keep to.
+        acceptance: expected acceptance length measured then; None where nothing was measured.
+        best: the largest of the run so far.
+    """
+
+    path: Path
+    step: int
+    num_steps: int
+    contract: Contract
+    acceptance: float | None
+    best: float | None
+
+    @property
+    def is_final(self) -> bool:
+        """Whether its run is finished."""
+        return self.step >= self.num_steps
+
+    @property
+    def is_best(self) -> bool:
+        """Whether no other one of its run was better until then."""
+        return self.acceptance is not None and self.acceptance == self.best
+
+    def restore(self, drafter: Drafter, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+        """Load all state, in place, wherever the drafter is.
+
+        Raises:
+            InputError: a file is missing or damaged.
+        """
+        try:
+            drafter.load_state_dict(load_file(self.path / "drafter.safetensors"))
+            state = torch.load(self.path / "optimizer.pt", map_location="cpu", weights_only=True)
+            optimizer.load_state_dict(state["optimizer"])
+            scheduler.load_state_dict(state["scheduler"])
+        except torch.OutOfMemoryError:
+            raise
+        except (OSError, RuntimeError, KeyError, ValueError, EOFError, SafetensorError) as exc:
+            raise InputError(
+                f"The checkpoint {self.path} is damaged ({exc}). Remove that directory, and the run goes on from the "
+                "one before."
+            ) from exc
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A run's state in host memory, apart from what training goes on to change.
+
+    Attributes:
+        weights: of the drafter, by name.
+        drafter: its configuration.
+        training: state of optimizer and scheduler.
+        state: step, num_steps, contract, acceptance, best; as of ``Checkpoint``.
+    """
+
+    weights: Mapping[str, Tensor]
+    drafter: Mapping[str, Any]
+    training: Mapping[str, Any]
+    state: Mapping[str, Any]
+
+    @classmethod
+    def take(
+        cls,
+        model: Drafter,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        *,
+        step: int,
+        num_steps: int,
+        contract: Contract,
+        acceptance: float | None,
+        best: float | None,
+    ) -> Snapshot:
+        """Copy everything. Sync: waits for the device."""
+        training = {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+        return cls(
+            weights={name: _copied(weight) for name, weight in model.state_dict().items()},
+            drafter=dataclasses.asdict(model.config),
+            training=pytree.tree_map_only(Tensor, _copied, training),
+            state={
+                "version": _VERSION,
+                "step": step,
+                "num_steps": num_steps,
+                "contract": contract,
+                "acceptance": acceptance,
+                "best": best,
+            },
+        )
+
+
+class Checkpoints:
+    """The checkpoints of one run. One thread at a time; at most one is being written.
+
+    Args:
+        directory: of all of them.
+        keep: so many of the newest stay.
+    """
+
+    def __init__(self, directory: Path, keep: int) -> None:
+        self.directory, self.keep = directory, keep
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[Path] | None = None
+
+    def newest(self) -> Checkpoint | None:
+        """The one with the most steps, if there is any.
+
+        Raises:
+            InputError: it cannot be read.
+        """
+        paths = self._paths()
+        return None if not paths else read_checkpoint(paths[-1])
+
+    def clear_leftovers(self) -> None:
+        """Remove what a killed run left half done. Only while no other writes."""
+        for path in self.directory.glob(".*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def save(self, snapshot: Snapshot, also: Sequence[Path] = ()) -> None:
+        """Write a checkpoint behind the caller's back, once the one before is written.
+
+        Args:
+            snapshot: the state.
+            also: files (.safetensors) to be the same drafter, each replaced at once, its .json beside it.
+        Raises:
+            OSError: the one before could not be written.
+        """
+        self.wait()
+        self._pending = self._writer.submit(self._write, snapshot, tuple(also))
+
+    def relink(self, checkpoint: Checkpoint, drafter: Path, best: Path) -> None:
+        """Have the run's files be those of a checkpoint that it goes on from, wherever the run before was killed."""
+        for path in (drafter, best) if checkpoint.is_best else (drafter,):
+            _link(checkpoint.path / "drafter.json", path.with_suffix(".json"))
+            _link(checkpoint.path / "drafter.safetensors", path)
+
+    def wait(self) -> None:
+        """Wait until all is on the disk; raises what went wrong."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
+
+    def close(self) -> None:
+        """Wait for what is being written, without a word about its failure. Idempotent."""
+        self._writer.shutdown(wait=True)
+
+    def _write(self, snapshot: Snapshot, also: Sequence[Path]) -> Path:
+        place = self.directory / _NAME.format(snapshot.state["step"])
+        scratch = self.directory / f".{place.name}.{os.getpid()}"
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        try:
+            save_file(dict(snapshot.weights), scratch / "drafter.safetensors")
+            (scratch / "drafter.json").write_text(json.dumps(snapshot.drafter, indent=2) + "\n")
+            torch.save(snapshot.training, scratch / "optimizer.pt")
+            (scratch / "state.json").write_text(json.dumps(snapshot.state, indent=2) + "\n")
+            mode = (scratch / "drafter.json").stat().st_mode  # what the umask says; safetensors makes it private
+            (scratch / "drafter.safetensors").chmod(mode)
+            for path in scratch.iterdir():
+                sync(path)
+            sync(scratch)
+            if place.is_dir():  # of the same steps: made again after a resume
+                self._remove(place)
+            scratch.rename(place)
+            sync(self.directory)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        for path in also:
+            _link(place / "drafter.json", path.with_suffix(".json"))
+            _link(place / "drafter.safetensors", path)
+        for path in self._paths()[: -self.keep]:
+            self._remove(path)
+        return place
+
+    def _paths(self) -> list[Path]:
+        return sorted(path for path in self.directory.glob("step-*") if path.is_dir())
+
+    def _remove(self, path: Path) -> None:
+        """Remove a checkpoint, which is none any more before the first of its files goes."""
+        doomed = path.with_name(f".removed-{path.name}.{os.getpid()}")
+        path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Flush a file or a directory to the disk."""
+    if path.is_dir() and os.name == "nt":  # a directory cannot be opened there
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _link(source: Path, place: Path) -> None:
+    """Have ``place`` be the same file as ``source``, or a copy where there are no links."""
+    scratch = place.with_name(f".{place.name}.{os.getpid()}.tmp")
+    scratch.unlink(missing_ok=True)
+    try:
+        try:
+            os.link(source, scratch)
+        except OSError:
+            shutil.copyfile(source, scratch)
+            sync(scratch)
+        scratch.replace(place)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    try:
+        state = json.loads((path / "state.json").read_text())
+        if state["version"] != _VERSION:
+            raise ValueError(f"its format is {state['version']}, this program reads {_VERSION}")
+        names = ("step", "num_steps", "contract", "acceptance", "best")
+        return Checkpoint(path, *(state[name] for name in names))
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise InputError(
+            f"The checkpoint {path} cannot be read ({exc}). Remove that directory, and the run goes on from the one "
+            "before."
+        ) from exc

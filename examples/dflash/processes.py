@@ -1,0 +1,287 @@
+"""Several processes, on one host or many, that train one drafter together: what they agree on, and who is still there.
+
+    torchrun --nproc-per-node 2 -m examples.dflash train --targets cuda:0,cuda:1 --drafters cuda:2,cuda:3 ...
+
+torchrun says who is who and gives a store. ``--targets`` and ``--drafters`` name the devices of a host; its processes
+share them out. Every drafter thread of every process is one rank of one group.
+
+Guarantees:
+- A process that ends with an error, is killed, or is not heard of for ``--peer-timeout-s`` ends all others, with an
+  error that names it. None waits for it longer than that.
+- A stop is agreed on: all processes read the same number of rounds.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous as _rendezvous
+
+from .config import InputError
+from .pipeline import Topology
+from .replicas import drop, gather, wait_for
+
+_TIMEOUT = datetime.timedelta(minutes=30)  # for others to load their models; the dead are noticed sooner
+_BEAT_S = 1.0
+_POLL_S = 0.1
+_ENDED, _FAILED = "ended", "failed "
+
+
+class PeerLost(RuntimeError):
+    """Another process of the run has failed or is gone."""
+
+
+def _meet(store: Any, rank: int, size: int) -> str:
+    """A name for this start of all processes, once every one of them is there.
+
+    torchrun may give a restarted run the store of the run before, with all that was written into it. So process 0 calls
+    with a word that was never used, the others answer it, each with its own, and it says whose answers it has heard:
+    who finds its own word among them knows that the call is of this start.
+
+    Raises:
+        PeerLost: not all have come in time.
+    """
+    word, deadline = uuid.uuid4().hex, time.monotonic() + _TIMEOUT.total_seconds()
+    answers: dict[int, str] = {0: word}
+    if rank == 0:
+        store.set("call", word)
+    while time.monotonic() < deadline:
+        call = store.get("call").decode() if store.check(["call"]) else ""
+        if rank == 0:
+            for other in range(1, size):
+                if other not in answers and store.check([f"{word}/{other}"]):
+                    answers[other] = store.get(f"{word}/{other}").decode()
+            if len(answers) == size:
+                store.set(f"{word}/all", " ".join(answers[other] for other in range(size)))
+                return word
+        elif call:
+            store.set(f"{call}/{rank}", word)
+            heard = store.get(f"{call}/all").decode().split() if store.check([f"{call}/all"]) else []
+            if len(heard) == size and heard[rank] == word:
+                return call
+        time.sleep(_POLL_S)
+    raise PeerLost(f"Of {size} processes not all have come within {_TIMEOUT}; process {rank} has.")
+
+
+class Processes:
+    """This process among those of the run. Made and closed by the main thread.
+
+    Args:
+        rank, size: this one's, and how many there are.
+        local_rank, local_size: the same among those of this host.
+        store: shared by all; None where there is one process.
+        timeout_s: silence after which another process is taken for dead.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        local_rank: int = 0,
+        local_size: int = 1,
+        store: Any = None,
+        timeout_s: float = 60,
+    ) -> None:
+        self.rank, self.size, self.local_rank, self.local_size = rank, size, local_rank, local_size
+        self._timeout_s = timeout_s
+        self._store: Any = dist.HashStore() if store is None else store
+        self._group: Any = None
+        self._lost: str | None = None
+        self._on_loss: list[Callable[[], None]] = []
+        self._lock = threading.Lock()  # guards the two above; taken alone
+        self._ended = threading.Event()
+        self._watcher: threading.Thread | None = None
+        if size > 1:
+            self._announce("0")
+            self._watcher = threading.Thread(target=self._watch, name="peers", daemon=True)
+            self._watcher.start()
+
+    @classmethod
+    def join(cls, timeout_s: float) -> Processes:
+        """This process, as torchrun's environment describes it; the only one where there is no such environment.
+
+        Raises:
+            InputError: the environment is incomplete, or the store is not reached.
+        """
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return cls()
+        try:
+            store, rank, size = next(iter(_rendezvous("env://", timeout=_TIMEOUT)))
+            local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        except (KeyError, ValueError, RuntimeError) as exc:
+            raise InputError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but this process cannot join the others ({exc}). Start it "
+                "with torchrun, or unset WORLD_SIZE."
+            ) from exc
+        prefix = _meet(store, rank, size)
+        return cls(rank, size, local_rank, local_size, dist.PrefixStore(prefix, store), timeout_s)
+
+    def share(self, devices: Topology) -> Topology:
+        """This process's part of its host's devices.
+
+        Raises:
+            InputError: they cannot be shared out evenly.
+        """
+        return Topology(
+            self._part(devices.targets, "--targets"),
+            self._part(devices.drafters, "--drafters"),
+        )
+
+    def _part(self, devices: Sequence[torch.device], option: str) -> tuple[torch.device, ...]:
+        count, rest = divmod(len(devices), self.local_size)
+        if rest or not count:
+            raise InputError(
+                f"{option} names {len(devices)} devices, which the {self.local_size} processes of this host cannot "
+                "share evenly. Name as many for each, or start fewer processes (--nproc-per-node)."
+            )
+        return tuple(devices[self.local_rank * count :][:count])
+
+    def store(self, purpose: str) -> Any:
+        """A store for one thread of each process, apart from those of other purposes."""
+        store = self._store if self.size == 1 else self._store.clone()
+        return dist.PrefixStore(purpose, store)
+
+    def from_first(self, name: str, make: Callable[[], str]) -> str:
+        """A text that process 0 makes, for all. Main thread.
+
+        Raises:
+            PeerLost: process 0 failed, or is gone.
+        """
+        if self.size == 1:
+            return make()
+        store = self.store("first")
+        if self.rank == 0:
+            text = make()
+            store.set(name, text)
+            return text
+        deadline = time.monotonic() + _TIMEOUT.total_seconds()
+        while not self._asked(lambda: store.check([name])):
+            self.check()
+            if time.monotonic() > deadline:
+                raise PeerLost(f"Process 0 did not come to {name!r} within {_TIMEOUT}.")
+            time.sleep(_POLL_S)
+        return str(self._asked(lambda: store.get(name)).decode())
+
+    def agree(self, number: int) -> int:
+        """The largest of the numbers that all processes give, each the same number of times. One thread of each.
+
+        Raises:
+            PeerLost: another process failed, or is gone.
+        """
+        if self.size == 1:
+            return number
+        value = torch.tensor([number])
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        try:
+            if self._group is None:
+                store = self.store("agree")
+                gather(store, self.size, lambda: self._lost is not None)
+                self._group = dist.ProcessGroupGloo(store, self.rank, self.size, _TIMEOUT)
+            wait_for(self._group.allreduce([value], options), lambda: self._lost is not None)
+        except RuntimeError as exc:
+            raise self.explain(exc) from exc
+        return int(value)
+
+    def leave_agreement(self) -> None:
+        """No more of ``agree``: others that wait for it get PeerLost. Its thread."""
+        groups, self._group = [self._group], None
+        drop(groups)
+
+    def on_loss(self, function: Callable[[], None]) -> None:
+        """Have ``function`` called, in another thread, once another process is lost; at once if it is."""
+        with self._lock:
+            lost = self._lost is not None
+            if not lost:
+                self._on_loss.append(function)
+        if lost:
+            function()
+
+    @property
+    def lost(self) -> str | None:
+        """Which other process is lost, and why; None: none is."""
+        return self._lost
+
+    def check(self) -> None:
+        """Raise PeerLost if another process is lost."""
+        if self._lost is not None:
+            raise PeerLost(self._lost)
+
+    def explain(self, error: BaseException) -> PeerLost:
+        """The error for a collective that failed: what is known of the others, once there has been time to hear it."""
+        deadline = time.monotonic() + 3 * _BEAT_S
+        while self._lost is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return PeerLost(self._lost or f"Another process of the run broke off: {error}")
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Tell the others that this process is done, or why it failed, and wait until they are done too. Idempotent."""
+        if self._watcher is None or self._ended.is_set():
+            return
+        try:
+            self._announce(_ENDED if error is None else f"{_FAILED}{type(error).__name__}: {str(error)[:500]}")
+            if error is None:  # the store may live in this process
+                while self._lost is None and self._watcher.is_alive():
+                    self._watcher.join(_POLL_S)
+            elif self.rank == 0:  # likewise: let the others read it
+                time.sleep(2 * _BEAT_S)
+        except RuntimeError:  # the store is gone
+            pass
+        self._ended.set()
+        self._watcher.join(2 * _BEAT_S)
+
+    def _announce(self, state: str) -> None:
+        self._store.set(f"state/{self.rank}", state)
+
+    def _asked(self, question: Callable[[], Any]) -> Any:
+        """The store's answer, or PeerLost where there is no store any more."""
+        try:
+            return question()
+        except RuntimeError as exc:
+            raise PeerLost(f"The run's store is gone ({exc}): process 0's host or the launcher has ended.") from exc
+
+    def _watch(self) -> None:
+        """Tell the others that this process lives, and see whether they do, until all have ended."""
+        store = self._store.clone()
+        waiting_for = [rank for rank in range(self.size) if rank != self.rank]
+        seen: dict[int, tuple[str, float]] = {rank: ("", time.monotonic()) for rank in waiting_for}
+        beat = 0
+        announced = self.store("beats")
+        while waiting_for and not self._ended.wait(min(_BEAT_S, self._timeout_s / 4)):
+            try:
+                beat += 1
+                announced.set(str(self.rank), str(beat))
+                for rank in list(waiting_for):
+                    state = store.get(f"state/{rank}").decode() if store.check([f"state/{rank}"]) else ""
+                    if state == _ENDED:
+                        waiting_for.remove(rank)
+                        continue
+                    if state.startswith(_FAILED):
+                        return self._lose(f"Process {rank} failed: {state[len(_FAILED) :]}")
+                    heard = announced.get(str(rank)).decode() if announced.check([str(rank)]) else ""
+                    if heard != seen[rank][0]:
+                        seen[rank] = heard, time.monotonic()
+                    elif time.monotonic() - seen[rank][1] > self._timeout_s:
+                        return self._lose(
+                            f"Process {rank} has not been heard of for {self._timeout_s:.0f} s (--peer-timeout-s): "
+                            "it was killed, its host is gone, or it hangs."
+                        )
+            except RuntimeError as exc:
+                if not self._ended.is_set():
+                    self._lose(f"The run's store is gone ({exc}): process 0's host or the launcher has ended.")
+                return
+
+    def _lose(self, reason: str) -> None:
+        with self._lock:
+            self._lost = reason
+            functions, self._on_loss = self._on_loss, []
+        for function in functions:
+            function()
