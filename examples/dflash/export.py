@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -235,13 +236,13 @@ def _read_config(directory: Path) -> DrafterConfig:
 
 
 def _how_to_serve(place: Path, format_: Format, config: DrafterConfig, verifier: Verifier) -> str:
-    num_drafted = config.block_size - 1
+    directory, target = shlex.quote(str(place)), shlex.quote(verifier.name)
     if format_ == "speculators":
-        return f"vLLM:   vllm serve {place}\n        (the target, {verifier.name}, is named in it)"
-    options = json.dumps({"method": "dflash", "model": str(place), "num_speculative_tokens": num_drafted})
-    runner = "VLLM_USE_V2_MODEL_RUNNER=1 " if config.sliding_window is not None else ""
+        return f"vLLM:   vllm serve {directory}\n        (the target, {verifier.name}, is named in it)"
+    options = {"method": "dflash", "model": str(place), "num_speculative_tokens": config.block_size - 1}
+    runner = "VLLM_USE_V2_MODEL_RUNNER=1 " if config.sliding_window is not None else ""  # for layers of two kinds
     return (
-        f"vLLM:   {runner}vllm serve {verifier.name} --speculative-config '{options}'\n"
-        f"SGLang: python -m sglang.launch_server --model-path {verifier.name} --speculative-algorithm DFLASH "
-        f"--speculative-draft-model-path {place} --speculative-num-draft-tokens {config.block_size}"
+        f"vLLM:   {runner}vllm serve {target} --speculative-config {shlex.quote(json.dumps(options))}\n"
+        f"SGLang: python -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH "
+        f"--speculative-draft-model-path {directory} --speculative-num-draft-tokens {config.block_size}"
     )

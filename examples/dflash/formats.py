@@ -195,14 +195,7 @@ def write(format_: Format, config: DrafterConfig, verifier: Verifier, dtype: str
         "speculators_version": SPECULATORS_VERSION,
         "speculators_config": {
             "algorithm": "dflash",
-            "proposal_methods": [
-                {
-                    "proposal_type": "greedy",
-                    "speculative_tokens": config.block_size - 1,
-                    "verifier_accept_k": 1,
-                    "accept_tolerance": 0.0,
-                }
-            ],
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.block_size - 1}],
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": verifier.name, "architectures": list(verifier.architectures)},
         },
