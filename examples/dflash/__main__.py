@@ -64,6 +64,13 @@ def _evaluate(config: Config) -> int:
     return 0 if evaluate(config).passed else 1
 
 
+def _export(config: Config) -> int:
+    from .export import export
+
+    export(config)
+    return 0
+
+
 def _demo(config: Config) -> int:
     """All commands that lead to a drafter, and where the seconds went."""
     spent: dict[str, float] = {}
@@ -94,6 +101,7 @@ COMMANDS: dict[str, tuple[Callable[[Config], int], str]] = {
     "train": (_train, "Train a drafter on the answers."),
     "smoke": (_smoke, "A few steps at full shape: does it fit, and is peak memory flat?"),
     "evaluate": (_evaluate, "Decode held-out prompts with the drafter, and check that nothing is lost."),
+    "export": (_export, "Write the drafter in the format that servers load, and check what was written."),
     _DEMO: (_demo, "All of it, small enough for two CPU cores."),
 }
 

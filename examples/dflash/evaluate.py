@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
-from safetensors import SafetensorError
 
 import graphsafe as gs
 
 from .config import Config, InputError, check_split
 from .data import Prompt, load_held_out_prompts
 from .decode import Decoded, decode, merge_decoded
-from .drafter import Drafter, load
+from .drafter import Drafter
+from .export import load_drafter
 from .fetch import resolve_target
 from .lookup import LookupDrafting
 from .speculate import Accept, Drafting, ModelDrafting, Speculated, accept_longest_prefix, merge_speculated, speculate
@@ -285,8 +285,8 @@ def check_drafter(drafter: Drafter, target: Target, config: Config) -> None:
     ours = (target.hidden_size, target.vocab_size, target.num_layers)
     if theirs != ours:
         raise InputError(
-            f"{config.drafter_path} was trained for a target of (hidden size, vocabulary, layers) {theirs}, "
-            f"but --target {config.target} has {ours}."
+            f"{config.drafter or config.drafter_path} was trained for a target of (hidden size, vocabulary, layers) "
+            f"{theirs}, but --target {config.target} has {ours}."
         )
 
 
@@ -302,18 +302,7 @@ def _record(way: Way, batch: Sequence[Prompt], own: Decoded, done: Speculated, s
 
 
 def _load_drafter(config: Config, device: torch.device) -> Drafter:
-    try:
-        return load(config.drafter_path, device, getattr(torch, config.dtype))
-    except FileNotFoundError as exc:
-        raise InputError(
-            f"There is no drafter at {config.drafter_path}. Run train first, with the same --out."
-        ) from exc
-    except (SafetensorError, KeyError, RuntimeError, TypeError, ValueError) as exc:
-        if isinstance(exc, torch.OutOfMemoryError):
-            raise
-        raise InputError(
-            f"{config.drafter_path} and the .json beside it are no whole drafter ({exc}). Train it again."
-        ) from exc
+    return load_drafter(config, device, getattr(torch, config.dtype))
 
 
 def _timed(
