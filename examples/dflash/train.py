@@ -31,11 +31,12 @@ from . import batches as packing
 from .config import Config, InputError, note_split
 from .data import Document, load_training_documents
 from .drafter import Drafter, DrafterConfig
+from .feature_cache import feature_cache, open_disk_cache
 from .features import FeatureSource
 from .fetch import resolve_target
 from .metrics import Reporter
 from .pipeline import Pipeline, PipelineEnded, Rings, Topology
-from .plan import GIB, describe_needs, drafter_config, estimate, topology
+from .plan import describe_needs, drafter_config, estimate, topology
 from .replicas import Replica, ReplicaLost
 from .step import COMPUTE_DTYPES, DrafterStep
 from .target import Target, load_target
@@ -121,6 +122,7 @@ def train_on(
         stack.enter_context(_memory_advice(config, first, parameters, devices))
         for target in targets.values():
             target.drop_layers_after(max(drafter.target_layer_ids))
+        disk = open_disk_cache(config, first, drafter.target_layer_ids, reporter.say)
         features = graphsafe.Spec((config.token_budget, len(drafter.target_layer_ids) * drafter.hidden_size), dtype)
         pipeline = Pipeline(Rings(devices, packing.batch_specs(config), features, config.ring_depth), stop)
         run = Run(
@@ -147,7 +149,7 @@ def train_on(
                 group.spawn(partial(_guarded, pipeline, pipeline.read, source, empty), device="cpu", name="reader")
                 for number, device in enumerate(devices.targets):
                     target = targets[device]
-                    cached = FeatureSource(target, drafter.target_layer_ids, int(config.cache_features * GIB))
+                    cached = FeatureSource(target, drafter.target_layer_ids, feature_cache(config, disk))
                     body = partial(_guarded, pipeline, _target_body, run, number, target, cached)
                     group.spawn(body, device=device, name=f"target-{number}")
                 for number, device in enumerate(devices.drafters):
