@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from examples.dflash.config import InputError
 from examples.dflash.target import Target, load_target, packed_attention, target_layer_ids
 from tests.helpers import run_threads
 
@@ -162,7 +163,7 @@ def test_target_refuses_layers_that_packed_documents_cannot_use():
 
 
 def test_load_target_names_a_missing_directory(tmp_path):
-    with pytest.raises(OSError, match="nowhere"):
+    with pytest.raises(InputError, match="nowhere"):
         load_target(tmp_path / "nowhere", "cpu", torch.float32)
 
 
