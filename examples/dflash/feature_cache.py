@@ -109,7 +109,7 @@ class DiskCache:
         except (OSError, NotImplementedError) as exc:  # the latter where the file system has no locks
             reason = getattr(exc, "strerror", None) or exc
             raise InputError(
-                f"--cache-dir {directory} cannot be written ({reason}). Name another directory, or leave the option out."
+                f"--cache-dir {directory} cannot be written ({reason}). Name another one, or leave the option out."
             ) from exc
 
     @property

@@ -244,7 +244,7 @@ def load_target(name_or_dir: str | Path, device: torch.device | str, dtype: torc
         settings = transformers.AutoConfig.from_pretrained(name)
         refuse_unpackable(settings.get_text_config())
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        model, report = _model_class(settings).from_pretrained(
+        model, report = model_class(settings).from_pretrained(
             name, dtype=dtype, low_cpu_mem_usage=True, output_loading_info=True
         )
     except InputError:
@@ -277,11 +277,11 @@ def random_target(name: str, device: torch.device | str, dtype: torch.dtype) -> 
     refuse_unpackable(settings.get_text_config())
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(0)
-        model = _model_class(settings).from_config(settings, dtype=dtype)
+        model = model_class(settings).from_config(settings, dtype=dtype)
     return Target(model.to(device))
 
 
-def _model_class(settings: Any) -> Any:
+def model_class(settings: Any) -> Any:
     """The auto class for a causal language model, or for a multimodal one whose text part is one."""
     if type(settings) in MODEL_FOR_CAUSAL_LM_MAPPING or type(settings) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return transformers.AutoModelForCausalLM
