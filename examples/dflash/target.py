@@ -276,7 +276,10 @@ def random_target(name: str, device: torch.device | str, dtype: torch.dtype) -> 
     settings, device = target_settings(name), torch.device(device)
     refuse_unpackable(settings.get_text_config())
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would touch every device's
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(0)
         model = model_class(settings).from_config(settings, dtype=dtype)
     return Target(model.to(device))
 
