@@ -16,7 +16,7 @@ import torch
 from . import batches as packing
 from . import cost
 from .config import Config, InputError
-from .data import Document, load_training_documents
+from .data import load_training_documents
 from .devices import check_devices
 from .drafter import DrafterConfig
 from .fetch import local_directory, target_settings
@@ -162,9 +162,9 @@ def read_data(config: Config, drafter: DrafterConfig) -> DataFacts:
         documents = load_training_documents(
             config, _local_tokenizer(config), drafter.mask_token_id, say=lambda text: None
         )
-        return _data_facts(documents, config)
+        return DataFacts([len(document.tokens) for document in documents], packing.num_batches(documents, config, 0))
     except InputError as exc:
-        return DataFacts(unread=str(exc).splitlines()[0])
+        return DataFacts(unread=" ".join(str(exc).split("\n")[:2]))
 
 
 def _local_tokenizer(config: Config) -> object | None:
@@ -176,10 +176,6 @@ def _local_tokenizer(config: Config) -> object | None:
         return None if directory is None else AutoTokenizer.from_pretrained(str(directory))
     except (OSError, ValueError, KeyError, ImportError, AttributeError):
         return None
-
-
-def _data_facts(documents: Sequence[Document], config: Config) -> DataFacts:
-    return DataFacts([len(document.tokens) for document in documents], packing.num_batches(documents, config, 0))
 
 
 def plan(config: Config) -> int:
@@ -237,13 +233,13 @@ def _batch_table(config: Config, drafter: DrafterConfig, devices: Topology) -> T
     slots = config.num_anchors * config.block_size
     row_bytes = config.token_budget * features_a_token(config, drafter)
     links = ", ".join(f"{_seconds(row_bytes / rate)} over {name}" for name, rate in cost.LINKS.items())
-    width = len(drafter.target_layer_ids) * drafter.hidden_size
+    width, num_rows = len(drafter.target_layer_ids) * drafter.hidden_size, len(devices.drafters)
     return Table(
         "a batch",
         [
             (f"{config.token_budget} tokens, {config.num_anchors} blocks of {config.block_size} = {slots} slots",),
             (f"features of a batch: [{config.token_budget}, {width}], {row_bytes / 1e9:.2f} GB: {links}",),
-            (f"a step: {len(devices.drafters)} batches, one a drafter",),
+            (f"a step: {num_rows} batch{'es' if num_rows > 1 else ''}, one a drafter",),
         ],
     )
 
@@ -330,7 +326,7 @@ def _time_tables(
     note = (
         f"Assumed: useful work at {cost.DRAFTER_EFFICIENCY:.0%} of the dense bfloat16 peak in the drafter and at "
         f"{cost.TARGET_EFFICIENCY:.0%} in the target, whose layers take {cost.HOST_S_A_TARGET_LAYER * 1e3:.2f} ms each "
-        "at least, for their launches; full rows, hand-over hidden. smoke measures the drafter's step."
+        "at least, for their launches; full rows, hand-over hidden, no compiling. smoke measures a drafter's step."
     )
     return [work, Table("time, estimated", rows, ("", *speeds), note)]
 
