@@ -95,7 +95,7 @@ def _demo(config: Config) -> int:
 
 
 COMMANDS: dict[str, tuple[Callable[[Config], int], str]] = {
-    "plan": (_plan, "Print topology, shapes and an estimate of memory. Runs no model; may fetch the target."),
+    "plan": (_plan, "Print topology, shapes, and estimates of memory and time. Runs nothing, loads no model."),
     "fetch-target": (_fetch_target, "Fetch the target model into the cache."),
     "regenerate": (_regenerate, "Let the target answer the prompts: what the drafter learns."),
     "train": (_train, "Train a drafter on the answers."),

@@ -11,7 +11,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 DEMO_PROMPTS = Path(__file__).parent / "prompts" / "demo.jsonl"
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
@@ -30,7 +30,8 @@ class Config:
 
     # what is read and written
     target: str = "smollm2"
-    """Target model: 'smollm2', a Hugging Face directory, or a name on the Hub."""
+    """Target model: 'smollm2', a Hugging Face directory, or a name on the Hub. 'random:' before one of these takes its
+    architecture with random weights, for measurements only: no weights and no tokenizer are fetched."""
     data: Path = DEMO_PROMPTS
     """JSONL with one {"messages": [...]} or {"conversations": [...]} a line: prompts, with or without an assistant's
     answers; or {"input_ids": [...], "loss_mask": [...]}, tokens as they are."""
@@ -274,6 +275,21 @@ def _validate(config: Config) -> None:
     )
 
 
+# Eight GPUs. Blocks, loss, learning rate and epochs are the paper's (arXiv 2602.06036, A.1); the data is the user's.
+_LARGE: dict[str, Any] = dict(
+    targets=tuple(f"cuda:{index}" for index in range(6)),
+    drafters=("cuda:6", "cuda:7"),
+    token_budget=49152,
+    block_size=16,
+    num_layers=5,
+    num_features=5,
+    lr=6e-4,
+    warmup_ratio=0.04,
+    epochs=6,
+    save_every=500,
+    max_new_tokens=2048,
+)
+
 PRESETS: dict[str, Config] = {
     "demo": Config(
         preset="demo",
@@ -296,6 +312,23 @@ PRESETS: dict[str, Config] = {
         min_acceptance=1.3,
     ),
     "smollm2": Config(preset="smollm2", out=Path("runs/smollm2")),
+    "qwen3-4b": Config(
+        preset="qwen3-4b",
+        target="Qwen/Qwen3-4B",
+        out=Path("runs/qwen3-4b"),
+        num_anchors=2048,  # a step's work and memory go by them, more than by tokens: the plan says 47 GiB
+        decode_batch=128,
+        **_LARGE,
+    ),
+    "qwen3-8b": Config(
+        preset="qwen3-8b",
+        target="Qwen/Qwen3-8B",
+        out=Path("runs/qwen3-8b"),
+        # The plan says 60 GiB. As many are published to fit 80 GB beside a longer row (speculators, issue 979).
+        num_anchors=1536,
+        decode_batch=64,  # keys and values of 2,560 tokens are 24 GB, beside 16 GB of weights
+        **_LARGE,
+    ),
 }
 
 

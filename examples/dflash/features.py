@@ -1,9 +1,9 @@
-"""Features of a packed row from a target, and a cache of them in host memory for later epochs.
+"""Features of a packed row from a target, or from a cache of those of its documents.
 
 Guarantees:
 - A cached document's features are the ones the target gave, bit for bit; a document is known by its tokens, and a
   target is document-causal, so its neighbours in the row do not matter.
-- The cache never grows past its limit; what does not fit is computed again.
+- What the cache does not hold is computed.
 """
 
 from __future__ import annotations
@@ -13,34 +13,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from .feature_cache import FeatureCache
 from .target import Target
-
-
-class FeatureCache:
-    """Features by document, in host memory. One thread.
-
-    Args:
-        limit_bytes: how much it may hold.
-    """
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.num_bytes = 0
-        self._features: dict[bytes, Tensor] = {}
-
-    def get(self, tokens: Tensor) -> Tensor | None:
-        """The features [n, K*H] of the document of these tokens [n], or None."""
-        return self._features.get(tokens.numpy().tobytes())
-
-    def put(self, tokens: Tensor, features: Tensor) -> None:
-        """Keep a copy, where it fits."""
-        size = features.numel() * features.element_size()
-        if self.num_bytes + size > self.limit_bytes:
-            return
-        key = tokens.numpy().tobytes()
-        if key not in self._features:
-            self._features[key] = features.to("cpu", copy=True)
-            self.num_bytes += size
 
 
 class FeatureSource:
@@ -49,12 +23,11 @@ class FeatureSource:
     Args:
         target: the model; its ``features`` does the work.
         layer_ids: the K layers.
-        cache_bytes: host memory for features of documents; 0: no cache.
+        cache: from ``feature_cache.feature_cache``; entries have the name "features".
     """
 
-    def __init__(self, target: Target, layer_ids: tuple[int, ...], cache_bytes: int = 0) -> None:
-        self.target, self.layer_ids = target, layer_ids
-        self.cache = FeatureCache(cache_bytes) if cache_bytes > 0 else None
+    def __init__(self, target: Target, layer_ids: tuple[int, ...], cache: FeatureCache | None = None) -> None:
+        self.target, self.layer_ids, self.cache = target, layer_ids, cache
 
     def __call__(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Features [T, K*H] of a batch of CPU tensors. Padding's are zero, or mean nothing.
@@ -67,11 +40,13 @@ class FeatureSource:
         lengths = torch.unique_consecutive(document_ids[document_ids >= 0], return_counts=True)[1].tolist()
         num_valid = sum(lengths)
         documents = batch["tokens"][:num_valid].split(lengths)
-        found = [self.cache.get(tokens) for tokens in documents]
+        entries = [self.cache.get(tokens) for tokens in documents]
+        found = [None if entry is None else entry["features"] for entry in entries]
         if any(features is None for features in found):
             computed = self._compute_missing(batch, lengths, found)
-            for tokens, features in zip(documents, computed, strict=True):
-                self.cache.put(tokens, features)
+            for tokens, features, former in zip(documents, computed, found, strict=True):
+                if former is None:
+                    self.cache.put(tokens, {"features": features})
         else:
             computed = [features for features in found if features is not None]
         width = len(self.layer_ids) * self.target.hidden_size

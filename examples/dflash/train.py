@@ -29,6 +29,7 @@ from .checkpoint import Checkpoint, Checkpoints, Contract, check_contract, contr
 from .config import Config, InputError, note_split
 from .data import Document, load_training_documents, split_validation
 from .drafter import DrafterConfig
+from .feature_cache import open_disk_cache
 from .fetch import resolve_target
 from .metrics import Reporter, Silent
 from .pipeline import Pipeline, PipelineEnded, Rings, Topology
@@ -176,6 +177,7 @@ def train_on(
         stack.enter_context(_memory_advice(config, first, parameters, devices))
         for target in targets.values():
             target.drop_layers_after(max(drafter.target_layer_ids))
+        disk = open_disk_cache(config, first, drafter.target_layer_ids, reporter.say)
         features = graphsafe.Spec((config.token_budget, len(drafter.target_layer_ids) * drafter.hidden_size), dtype)
         pipeline = Pipeline(Rings(devices, packing.batch_specs(config), features, config.ring_depth), threading.Event())
         schedule = Schedule(
@@ -196,6 +198,7 @@ def train_on(
             processes=processes,
             reporter=reporter,
             weights=head_weights(targets, devices, dtype),
+            disk=disk,
         )
         reporter.say(
             f"training on {len(documents)} documents: {num_steps} steps of {num_replicas} x "

@@ -22,6 +22,7 @@ import graphsafe
 from .checkpoint import Checkpoint, Checkpoints, Contract, Snapshot
 from .config import Config
 from .drafter import DrafterConfig
+from .feature_cache import DiskCache
 from .metrics import Meter, Reporter, Silent, summarize
 from .pipeline import Pipeline, Topology
 from .processes import Processes
@@ -42,6 +43,7 @@ class Run:
         start: the checkpoint that the run goes on from; None: from the beginning.
         checkpoints: where rank 0 writes.
         weights: embedding and head of the target, by drafter device.
+        disk: the cache of features on disk, if there is one.
     """
 
     config: Config
@@ -55,6 +57,7 @@ class Run:
     processes: Processes
     reporter: Reporter | Silent
     weights: Mapping[torch.device, tuple[Tensor, Tensor]]
+    disk: DiskCache | None
 
     @property
     def num_replicas(self) -> int:

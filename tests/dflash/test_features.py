@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from examples.dflash.features import FeatureCache, FeatureSource
+from examples.dflash.feature_cache import MemoryCache
+from examples.dflash.features import FeatureSource
 
 from .models import packed_row, tiny_target
 
@@ -24,7 +25,7 @@ def test_source_gives_cached_documents_their_features_wherever_they_lie():
     features = target.features
     target.features = lambda tokens, *rest: calls.append(len(tokens)) or features(tokens, *rest)
     batch = packed_row((11, 7), 40, 4, 4)
-    source = FeatureSource(target, IDS, cache_bytes=2**20)
+    source = FeatureSource(target, IDS, MemoryCache(2**20))
     first = source(batch)
     again = source(swapped(batch, (11, 7)))
     assert calls == [18]
@@ -37,7 +38,7 @@ def test_source_gives_cached_documents_their_features_wherever_they_lie():
 def test_source_computes_what_does_not_fit_again():
     target = tiny_target()
     batch = packed_row((11, 7), 40, 4, 4)
-    source = FeatureSource(target, IDS, cache_bytes=11 * 64 * 4)  # the first document's, exactly
+    source = FeatureSource(target, IDS, MemoryCache(11 * 64 * 4))  # the first document's, exactly
     expected = FeatureSource(target, IDS)(batch)
     for _ in range(3):
         torch.testing.assert_close(source(batch), expected, rtol=1e-5, atol=1e-5)
@@ -45,16 +46,16 @@ def test_source_computes_what_does_not_fit_again():
 
 
 def test_source_takes_a_batch_of_padding():
-    source = FeatureSource(tiny_target(), IDS, cache_bytes=2**20)
+    source = FeatureSource(tiny_target(), IDS, MemoryCache(2**20))
     assert source(packed_row((), 16, 4, 4)).eq(0).all()
 
 
-def test_cache_never_exceeds_its_limit_and_keeps_copies():
-    cache = FeatureCache(100)
+def test_memory_cache_never_exceeds_its_limit_and_keeps_copies():
+    cache = MemoryCache(100)
     features = torch.ones(4, 5)
-    cache.put(torch.tensor([1, 2]), features)
-    cache.put(torch.tensor([1, 3]), features)  # does not fit any more
+    cache.put(torch.tensor([1, 2]), {"features": features})
+    cache.put(torch.tensor([1, 3]), {"features": features})  # does not fit any more
     features.zero_()
     assert cache.num_bytes == 80
-    assert cache.get(torch.tensor([1, 2])).eq(1).all()
+    assert cache.get(torch.tensor([1, 2]))["features"].eq(1).all()
     assert cache.get(torch.tensor([1, 3])) is None

