@@ -63,6 +63,12 @@ def _evaluate(config: Config) -> int:
     return 0 if evaluate(config).passed else 1
 
 
+def _report(config: Config) -> int:
+    from .report import report
+
+    return report(config)
+
+
 def _demo(config: Config) -> int:
     """All commands that lead to a drafter, and where the seconds went."""
     spent: dict[str, float] = {}
@@ -93,6 +99,7 @@ COMMANDS: dict[str, tuple[Callable[[Config], int], str]] = {
     "train": (_train, "Train a drafter on the answers."),
     "smoke": (_smoke, "A few steps at full shape: does it fit, and is peak memory flat?"),
     "evaluate": (_evaluate, "Decode held-out prompts with the drafter, and check that nothing is lost."),
+    "report": (_report, "Draw and sum up a run: loss, acceptance, throughput, where the time went, memory."),
     _DEMO: (_demo, "All of it, small enough for two CPU cores."),
 }
 

@@ -36,9 +36,11 @@ from .fetch import resolve_target
 from .metrics import Reporter
 from .pipeline import Pipeline, PipelineEnded, Rings, Topology
 from .plan import GIB, describe_needs, drafter_config, estimate, topology
+from .recompiles import errors_noted
 from .replicas import Replica, ReplicaLost
 from .step import COMPUTE_DTYPES, DrafterStep
 from .target import Target, load_target
+from .telemetry import Telemetry, describe_run
 from .trainer import Run, Trainer, compiles
 
 END_TIMEOUT_S = 60.0  # for threads to end once one has failed
@@ -118,6 +120,8 @@ def train_on(
     reporter = Reporter(config.out / "metrics.jsonl", num_steps, tensorboard=config.tensorboard)
     with ExitStack() as stack:
         stack.callback(reporter.close)
+        stack.enter_context(errors_noted(reporter))
+        reporter.event("start", num_steps=num_steps, **describe_run(config, devices))
         stack.enter_context(_memory_advice(config, first, parameters, devices))
         for target in targets.values():
             target.drop_layers_after(max(drafter.target_layer_ids))
@@ -130,6 +134,7 @@ def train_on(
             num_steps=num_steps,
             pipeline=pipeline,
             reporter=reporter,
+            telemetry=Telemetry(pipeline.rings),
             store=dist.HashStore(),
             weights=head_weights(targets, devices, dtype),
         )
@@ -156,8 +161,10 @@ def train_on(
         except BaseExceptionGroup as group_error:
             raise _root(group_error) from None
         if signals.received:
+            reporter.event("stop", signal=signals.received[0])
             reporter.say(f"stopped early; the drafter is in {config.drafter_path}" if not signals.twice else "stopped")
             return 128 + signals.received[0]
+        reporter.event("end")
         reporter.say(f"the drafter is in {config.drafter_path}")
     return 0
 
@@ -190,7 +197,7 @@ def _target_body(run: Run, number: int, target: Target, source: FeatureSource) -
                 padding["tokens"], padding["document_ids"], padding["positions"], run.drafter.target_layer_ids
             )
         run.pipeline.meet()
-    run.pipeline.run_target(number, source)
+    run.pipeline.run_target(number, run.telemetry.timer(f"target-{number}").around(source))
 
 
 def _drafter_thread(run: Run, number: int) -> None:

@@ -8,7 +8,6 @@ Guarantees:
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from .metrics import Meter, Reporter, summarize
 from .pipeline import Pipeline, Topology
 from .replicas import Replica
 from .step import DrafterStep
+from .telemetry import Telemetry
 
 WARMUP_STEPS = 8  # of each drafter, in which everything is compiled
 
@@ -40,6 +40,7 @@ class Run:
     num_steps: int
     pipeline: Pipeline
     reporter: Reporter
+    telemetry: Telemetry
     store: Any
     weights: Mapping[torch.device, tuple[Tensor, Tensor]]  # embedding and head of the target, by drafter device
 
@@ -57,12 +58,13 @@ class Trainer:
         self.meter = Meter(run.config.block_size, step.device)
         self.num_steps = 0
         self.started_s = self.logged_s = time.monotonic()
-        self.waited_s = 0.0
+        self.timer = run.telemetry.timer(f"drafter-{number}")
         self.compiles = compiles(run.config, run.devices)
         self.warm_after = WARMUP_STEPS + math.ceil(len(run.devices.targets) / len(run.devices.drafters))
 
     def __call__(self, batch: Mapping[str, Tensor]) -> None:
-        self.meter.add(self.step(batch))
+        with self.timer:
+            self.meter.add(self.step(batch))
         self.num_steps += 1
         config, first = self.run.config, self.number == 0
         if self.num_steps % config.log_every == 0 or self.num_steps == 1:
@@ -73,6 +75,7 @@ class Trainer:
             self.save()
         if first and self.compiles and self.num_steps == self.warm_after:
             torch.compiler.set_stance("fail_on_recompile")  # of all threads: each has compiled by now
+            self.run.telemetry.warmed_up()
 
     def finish(self) -> None:
         """After the last batch."""
@@ -94,28 +97,14 @@ class Trainer:
         if self.number != 0:
             return
         record = summarize(measured.tolist())
-        now, waited_s = time.monotonic(), self.run.pipeline.rings.wait_s(0)
-        elapsed_s = max(now - self.logged_s, 1e-9)
+        now = time.monotonic()
         record |= {
             "step": self.num_steps,
             "lr": lr,
             "grad_norm": None if norm is None else norm.item(),
-            "tokens_per_s": record["tokens"] / elapsed_s,
-            "drafter_busy": max(0.0, 1 - (waited_s - self.waited_s) / elapsed_s),
-            "targets_waited_s": self.run.pipeline.rings.target_wait_s(),
-            "memory_bytes": _peak_memory(self.step.device),
+            "tokens_per_s": record["tokens"] / max(now - self.logged_s, 1e-9),
             "elapsed_s": now - self.started_s,
+            **self.run.telemetry.read(),
         }
-        self.logged_s, self.waited_s = now, waited_s
+        self.logged_s = now
         self.run.reporter.report(record)
-
-
-def _peak_memory(device: torch.device) -> int:
-    """The most memory in use so far: of the CUDA device, or of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "win32":
-        return 0
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

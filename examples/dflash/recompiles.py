@@ -1,0 +1,99 @@
+"""A recompile after the warm-up, told to people: what was compiled anew, why, and what they can do.
+
+Guarantees:
+- It ends the run with an InputError, and it is in the run's metrics as an event with the failed guards.
+- Any other error is noted as an event too, and raised as it is.
+
+The torch fact this rests on: under ``torch.compiler.set_stance("fail_on_recompile")`` a call that fits no compiled form
+raises a RuntimeError, whose text names the function and, where there is a compiled form, each guard that failed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from .config import InputError
+from .metrics import Reporter
+
+MAX_REASONS = 5  # that are printed; the event has all
+_DETECTED = "Detected recompile when torch.compile stance is 'fail_on_recompile'"
+_FUNCTION = re.compile(r"filename: '(?P<file>.*?)', function name: '(?P<function>.*?)', line number: (?P<line>\d+)")
+_GUARD = re.compile(r"^\s*- \d+/\d+(?:_\d+)?: (?P<guard>.*)$", re.MULTILINE)  # - 0/1: what did not hold
+_COMMENT = re.compile(r"\s{2,}#.*$")  # the line of torch's source that made the guard
+_WORKER = re.compile(r"In worker '(?P<thread>.*?)'")
+
+
+@dataclass(frozen=True)
+class Recompile:
+    """What was to be compiled after the warm-up.
+
+    Attributes:
+        function, file, line: as torch names it; the line is where it begins. None: this torch does not say.
+        reasons: guards that did not hold, one for each compiled form; none where there was no form yet.
+        thread: in which it happened.
+    """
+
+    function: str | None
+    file: str | None
+    line: int | None
+    reasons: tuple[str, ...]
+    thread: str | None
+
+    def __str__(self) -> str:
+        what = f"{self.function}() in {Path(self.file or '').name}, line {self.line}" if self.function else "A function"
+        where = f" by the thread {self.thread}" if self.thread else ""
+        if self.reasons:
+            shown = [f"  {reason}" for reason in self.reasons[:MAX_REASONS]]
+            if len(self.reasons) > MAX_REASONS:
+                shown.append(f"  and {len(self.reasons) - MAX_REASONS} more")
+            why = "It fits none of its compiled forms, because of what differs from each:\n" + "\n".join(shown)
+        else:
+            why = "It had no compiled form that torch could compare this call with."
+        return (
+            f"{what} had to be compiled anew after the warm-up{where}. {why}\n"
+            "Shapes and settings are fixed for a run, so none is due; it would hold up all threads, again and again "
+            "perhaps, and so it ends the run. The last checkpoint is kept.\n"
+            "Keep what is named above from changing between steps, where the code is yours. To train on meanwhile add "
+            "--step eager --attention sdpa, which compiles nothing; TORCH_LOGS=recompiles shows more."
+        )
+
+
+def find_recompile(error: BaseException) -> Recompile | None:
+    """The recompile that an error, or the first such of a group, is about."""
+    if isinstance(error, BaseExceptionGroup):
+        return next((found for inner in error.exceptions if (found := find_recompile(inner))), None)
+    text = str(error)
+    if not isinstance(error, RuntimeError) or _DETECTED not in text:
+        return None
+    named = _FUNCTION.search(text)
+    worker = _WORKER.search("\n".join(getattr(error, "__notes__", ())))
+    reasons = (_COMMENT.sub("", match["guard"]).strip() for match in _GUARD.finditer(text))
+    return Recompile(
+        function=named["function"] if named else None,
+        file=named["file"] if named else None,
+        line=int(named["line"]) if named else None,
+        reasons=tuple(dict.fromkeys(reasons)),
+        thread=worker["thread"] if worker else None,
+    )
+
+
+@contextmanager
+def errors_noted(reporter: Reporter) -> Iterator[None]:
+    """Note the error that ends the block as an event of the run, a recompile with its reasons.
+
+    Raises:
+        InputError: in place of torch's error for a recompile.
+    """
+    try:
+        yield
+    except BaseException as exc:
+        recompile = find_recompile(exc)
+        if recompile is not None:
+            reporter.event("recompile", **asdict(recompile))
+            raise InputError(str(recompile)) from exc
+        reporter.event("error", kind=type(exc).__name__, text=str(exc).split("\n", 1)[0])
+        raise
