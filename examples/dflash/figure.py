@@ -10,12 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
 from .history import History
 
@@ -30,7 +34,9 @@ SHARES = {  # of a thread's time: what it is called, and its colour
     "wait_room": ("waits for room", SKY),
     "wait_gate": ("waits for the device", PINK),
 }
-MANY_SLOTS = 7  # from which on not every slot's line is named
+LOG_RATIO = 8  # of the largest loss to the smallest, from which on its axis is logarithmic
+MANY_THREADS = 16  # above which their bars are too slim for numbers
+MANY_DEVICES = 3  # from which on the fullest of the targets' and of the drafters' devices stand for all
 SMOOTHED_FROM = 60  # readings, from which on a line of single readings gets a mean beside it
 
 
@@ -135,6 +141,12 @@ def _loss(axes: Axes, history: History) -> None:
     _head(axes, "Loss", "weighted cross-entropy, nats a token", history)
     _line(axes, history, ("loss",), BLUE, "training")
     _validated(axes, history, "loss")
+    losses = [loss for loss in history.series("loss")[1] if loss > 0]
+    if losses and max(losses) > LOG_RATIO * min(losses):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_locator(NullLocator())
     _legend(axes, "upper right")
 
 
@@ -165,20 +177,21 @@ def _slots(axes: Axes, history: History) -> None:
                 shares.append(share)
     if not series:
         return
-    from matplotlib import colormaps
-
-    colours = colormaps["viridis"]
     most = max(series)
-    every = math.ceil(most / MANY_SLOTS)
+    colours = ListedColormap(colormaps["viridis"]([0.92 * slot / max(1, most - 1) for slot in range(most)]))
     for slot, (steps, shares) in sorted(series.items()):
-        named = slot in (1, most) or (slot - 1) % every == 0
-        colour = colours(0.92 * (slot - 1) / max(1, most - 1))
         shown = _smoothed(shares) if len(shares) >= SMOOTHED_FROM else shares
         marker = "o" if len(steps) < 3 else None
-        axes.plot(steps, shown, color=colour, linewidth=1.6, marker=marker, label=f"slot {slot}" if named else "_")
+        axes.plot(steps, shown, color=colours(slot - 1), linewidth=1.6, marker=marker, label=f"slot {slot}")
+    key = ScalarMappable(BoundaryNorm([slot + 0.5 for slot in range(most + 1)], most), colours)
+    place = axes.inset_axes((0.16, 0.94, 0.8, 0.035), zorder=5)
+    bar = axes.figure.colorbar(key, cax=place, orientation="horizontal", ticks=list(series))
+    bar.outline.set_visible(False)
+    bar.minorticks_off()
+    place.tick_params(colors=TEXT, labelsize=10, length=0, pad=2)
+    axes.text(0.13, 0.957, "slot", transform=axes.transAxes, ha="right", va="center", fontsize=10, color=TEXT)
+    axes.set_ylim(0, 1.2 * max(0.01, *(max(shares) for _, shares in series.values())))  # room for the key
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    axes.set_ylim(bottom=0)
-    _legend(axes, "upper left", ncols=2)
 
 
 def _throughput(axes: Axes, history: History) -> None:
@@ -186,7 +199,7 @@ def _throughput(axes: Axes, history: History) -> None:
     _line(axes, history, ("tokens_per_s",), GREEN, "readings")
     rates = [record["tokens_per_s"] for record in history.warm() if record.get("tokens_per_s") is not None]
     if rates:
-        middle = sorted(rates)[len(rates) // 2]
+        middle = median(rates)
         axes.axhline(
             middle, color=GREY, linewidth=1.2, linestyle="--", label=f"median after the warm-up: {middle:,.0f}"
         )
@@ -208,47 +221,62 @@ def _time(axes: Axes, history: History) -> None:
             continue
         axes.barh(names, widths, left=starts, height=0.62, color=colour, label=label)
         for row, width in enumerate(widths):
-            if width >= 0.09:
+            if width >= 0.09 and len(names) <= MANY_THREADS:
                 axes.text(
                     starts[row] + width / 2, row, f"{width:.0%}", ha="center", va="center", fontsize=10,
                     color="black" if colour in (ORANGE, SKY, PINK) else "white",
                 )  # fmt: skip
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
-    device = [(row, threads[name]["device_busy"]) for row, name in enumerate(names) if "device_busy" in threads[name]]
-    if device:
-        axes.plot(
-            [share for _, share in device], [row for row, _ in device], linestyle="none", marker="D", markersize=8,
-            color="white", markeredgecolor="black", markeredgewidth=1.4, label="device busy", zorder=5,
-        )  # fmt: skip
+    device = {row: threads[name]["device_busy"] for row, name in enumerate(names) if "device_busy" in threads[name]}
+    if device:  # a slim bar below, so that it hides nothing
+        rows = [row + 0.4 for row in device]
+        axes.barh(rows, list(device.values()), height=0.12, color="black", label="its device is busy")
     axes.grid(False, axis="y")
+    if len(names) > MANY_THREADS:
+        axes.tick_params(axis="y", labelsize=7)
     axes.set_xlim(0, 1.02)
-    axes.set_ylim(len(names) - 0.4, -0.6 - 0.16 * len(names))  # the first thread on top, room for the legend above it
+    axes.set_ylim(
+        len(names) - 0.4, -0.5 - 0.3 * len(names)
+    )  # the first thread on top, and room for the legend above it
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_xlabel("share of the thread's time after the warm-up", fontsize=11, color=TEXT)
-    _legend(axes, "upper center", ncols=3)
+    _legend(axes, "upper left", ncols=2)
 
 
 def _memory(axes: Axes, history: History) -> None:
-    _head(axes, "Memory", "GiB", history)
-    colours = (BLUE, ORANGE, GREEN, RED, SKY, PINK)
-    top = 0.0
-    devices = history.devices()
-    for number, device in enumerate(devices):
-        colour = GREY if device == "cpu" else colours[number % len(colours)]
-        label = "process" if device == "cpu" else device
-        for key, style, what in (
-            ("allocated_bytes", "-", "in use"),
-            ("peak_bytes", "--", "peak"),
-            ("reserved_bytes", ":", "reserved"),
-        ):
-            steps, values = history.series("memory", device, key)
-            if values:
-                marker = "o" if len(steps) < 3 else None
+    groups = _groups(history)
+    shared = any(len(devices) > 1 for devices in groups.values())
+    _head(axes, "Memory of the fullest devices" if shared else "Memory", "GiB", history)
+    kinds = (("allocated_bytes", "-", "in use"), ("peak_bytes", "--", "peak"), ("reserved_bytes", ":", "reserved"))
+    top, num_lines = 0.0, 0
+    for number, (label, devices) in enumerate(groups.items()):
+        colour = GREY if devices == ["cpu"] else (BLUE, ORANGE, GREEN)[number % 3]
+        for key, style, what in kinds:
+            most: dict[int, float] = {}
+            for device in devices:
+                for step, value in zip(*history.series("memory", device, key), strict=True):
+                    most[step] = max(most.get(step, 0.0), value / GIB)
+            if most:
                 axes.plot(
-                    steps, [value / GIB for value in values], color=colour, linestyle=style, linewidth=1.6,
-                    marker=marker, label=f"{label}, {what}" if len(devices) <= 3 or what == "peak" else "_",
+                    list(most), list(most.values()), color=colour, linestyle=style, linewidth=1.6,
+                    marker="o" if len(most) < 3 else None, label=f"{label}, {what}",
                 )  # fmt: skip
-                top = max(top, *values)
+                top, num_lines = max(top, *most.values()), num_lines + 1
     if top:
-        axes.set_ylim(0, 1.3 * top / GIB)
+        axes.set_ylim(0, top * (1.15 + 0.1 * math.ceil(num_lines / 2)))  # room for the legend
     _legend(axes, "upper left", ncols=2)
+
+
+def _groups(history: History) -> dict[str, list[str]]:
+    """The devices that share a line, by its label."""
+    devices = history.devices()
+    cuda = [device for device in devices if device != "cpu"]
+    groups = {device: [device] for device in cuda}
+    if len(cuda) >= MANY_DEVICES:
+        start = next(iter(reversed(history.named("start"))), {})
+        drafters = [device for device in cuda if device in (start.get("drafters") or ())]
+        others = [device for device in cuda if device not in drafters]
+        groups = {"drafters": drafters, "targets": others} if drafters else {"devices": others}
+    return {label: members for label, members in groups.items() if members} | (
+        {"process": ["cpu"]} if "cpu" in devices else {}
+    )

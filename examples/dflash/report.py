@@ -20,9 +20,9 @@ from rich.table import Table
 from .config import Config, InputError
 from .history import History, Record, value_of
 from .metrics import read_records
-from .telemetry import WAITS
 
 GIB = 2**30
+WAITED = {"wait_input": "input", "wait_room": "room", "wait_gate": "the device"}
 
 
 def summary(history: History, evaluation: Record | None = None) -> list[tuple[str, str]]:
@@ -45,7 +45,7 @@ def summary(history: History, evaluation: Record | None = None) -> list[tuple[st
     if rates:
         rows.append(("throughput", f"{median(rates):,.0f} tokens/s (median after the warm-up)"))
     for thread, shares in history.shares().items():
-        waits = [f"{shares[f'wait_{kind}']:.0%} for {kind}" for kind in WAITS if shares.get(f"wait_{kind}", 0) >= 0.005]
+        waits = [f"{share:.0%} for {what}" for kind, what in WAITED.items() if (share := shares.get(kind, 0)) >= 0.005]
         device = f", device {shares['device_busy']:.0%}" if "device_busy" in shares else ""
         waited = f"; waited {', '.join(waits)}" if waits else ""
         rows.append((thread, f"busy {shares.get('busy', 0):.0%}{device}{waited}"))
