@@ -56,9 +56,9 @@ class Recompile:
         return (
             f"{what} had to be compiled anew after the warm-up{where}. {why}\n"
             "Shapes and settings are fixed for a run, so none is due; it would hold up all threads, again and again "
-            "perhaps, and so it ends the run. The last checkpoint is kept.\n"
-            "Keep what is named above from changing between steps, where the code is yours; TORCH_LOGS=recompiles shows "
-            "more. Until then --step eager trains with next to nothing compiled."
+            "perhaps, and so it ends the run. What it has saved is kept.\n"
+            "Where the code is yours, keep what is named above from changing between steps; TORCH_LOGS=recompiles "
+            "shows more. Until then --step eager trains with next to nothing compiled."
         )
 
 
