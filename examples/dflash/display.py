@@ -25,6 +25,7 @@ GIB = 2**30
 DRAWS_PER_S = 2  # each draw holds the interpreter for some milliseconds
 HISTORY = 400  # readings that the sparkline goes back
 MAX_THREADS = 12  # that have a row
+MAX_DEVICES = 2  # whose memory is shown
 WIDE = 72  # columns, from which on threads show their waits
 _BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 _SHOW_CURSOR = "\x1b[?25h"
@@ -144,7 +145,7 @@ class Display:
         norm, lr = _number(record, "grad_norm", ".2f"), _number(record, "lr", ".2e")
         add("loss", loss + (f"   gradient norm {norm}" if norm else "") + (f"   lr {lr}" if lr else ""))
         acceptance = _number(record, "acceptance", ".2f")
-        bars = sparkline(self._acceptance, max(0, min(40, width - 42)), ascii_only=ascii_only)
+        bars = sparkline(list(self._acceptance), max(0, min(40, width - 42)), ascii_only=ascii_only)
         add("acceptance", f"{acceptance}   best {self._best:.2f}   {bars}".rstrip() if acceptance else "")
         add("by slot", " ".join(f"{share:.0%}" for share in record.get("slot_accuracy") or ()))
         if self._validation is not None:
@@ -155,7 +156,7 @@ class Display:
         if self._checkpoint is not None:
             add("checkpoint", f"step {self._checkpoint.get('step')}")
         add("tokens/s", _number(record, "tokens_per_s", ",.0f"))
-        add("memory", "   ".join(_memory(name, used) for name, used in (record.get("memory") or {}).items()))
+        add("memory", _memory(record.get("memory") or {}))
         counts = [("captures", "captures"), ("replays", "replays"), ("compiles", "compiles")]
         counts += [("recompiles", "RECOMPILES")] if record.get("recompiles") else []
         add("graphs", "   ".join(f"{record[key]:,} {name}" for key, name in counts if key in record))
@@ -181,8 +182,14 @@ def _number(record: Mapping[str, Any], name: str, form: str) -> str:
     return format(value, form) if isinstance(value, int | float) else ""
 
 
-def _memory(name: str, used: Mapping[str, int]) -> str:
-    return f"{name} {used['allocated_bytes'] / GIB:.1f} GiB, peak {used['peak_bytes'] / GIB:.1f}"
+def _memory(memory: Mapping[str, Mapping[str, int]]) -> str:
+    """The fullest CUDA devices, and the process."""
+    fullest = sorted((name for name in memory if name != "cpu"), key=lambda name: -memory[name]["peak_bytes"])
+    names = {name: name for name in fullest[:MAX_DEVICES]} | ({"cpu": "process"} if "cpu" in memory else {})
+    return "   ".join(
+        f"{label} {memory[name]['allocated_bytes'] / GIB:.1f} GiB, peak {memory[name]['peak_bytes'] / GIB:.1f}"
+        for name, label in names.items()
+    )
 
 
 def _threads(threads: Mapping[str, Mapping[str, float]], width: int, ascii_only: bool) -> Table:

@@ -146,7 +146,7 @@ class Telemetry:
 
         Returns:
             threads: by name, ``busy`` and ``wait_input``, ``wait_room``, ``wait_gate``, shares that add up to 1, and
-                ``device_busy``.
+                ``device_busy``; without those that have ended.
             drafter_busy: the mean of the drafters' ``busy``.
             rings: by name, ``num_ready`` of ``depth`` slots, and the seconds that both sides have waited.
             targets_waited_s: seconds that all targets have waited, for batches and for room for features.
@@ -159,8 +159,11 @@ class Telemetry:
         now = time.monotonic()
         counts = _context_counts(self.threads)
         seconds = self._thread_seconds(counts)
+        ended = self._ended()
         threads = {
-            name: _shares(seconds[name], self._seconds[name], max(now - self._read_s, 1e-9)) for name in self.threads
+            name: _shares(seconds[name], self._seconds[name], max(now - self._read_s, 1e-9))
+            for name in self.threads
+            if name not in ended
         }
         self._read_s, self._seconds = now, seconds
         drafters = [shares["busy"] for name, shares in threads.items() if name.startswith("drafter")]
@@ -180,6 +183,14 @@ class Telemetry:
             "memory": memory,
             "memory_bytes": most["peak_bytes"],
         }
+
+    def _ended(self) -> set[str]:
+        """Threads that have closed the rings that they fill."""
+        open_rings = {"reader": [ring for ring in self._rings.batches if not ring.stats().closed]}
+        for number in range(len(self._rings.batches)):
+            rings = [ring for (target, _), ring in self._rings.features.items() if target == number]
+            open_rings[f"target-{number}"] = [ring for ring in rings if not ring.stats().closed]
+        return {name for name, rings in open_rings.items() if not rings}
 
     def _read_rings(self) -> dict[str, dict[str, float]]:
         named = {f"batches-{target}": ring for target, ring in enumerate(self._rings.batches)}

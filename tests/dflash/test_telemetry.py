@@ -44,7 +44,8 @@ class FakeRing:
     """A ring with the counts that a test gives it."""
 
     def __init__(self):
-        self.depth, self.num_ready, self.produce_wait_s, self.consume_wait_s = 2, 1, 0.0, 0.0
+        self.depth, self.num_ready, self.closed = 2, 1, False
+        self.produce_wait_s, self.consume_wait_s = 0.0, 0.0
 
     def stats(self):
         return self
@@ -87,6 +88,14 @@ def test_telemetry_shares_add_up_to_1_when_a_wait_began_before_the_last_reading(
     shares = made.read()["threads"]["target-0"]
     assert shares["busy"] == 0
     assert (shares["wait_input"], shares["wait_room"]) == pytest.approx((0.75, 0.25))
+
+
+def test_telemetry_leaves_out_threads_that_have_ended():
+    made, rings = telemetry(2, 1)
+    rings.batches[0].closed = rings.features[0, 0].closed = True
+    assert list(made.read()["threads"]) == ["reader", "target-1", "drafter-0"]
+    rings.batches[1].closed = rings.features[1, 0].closed = True
+    assert list(made.read()["threads"]) == ["drafter-0"]
 
 
 def test_telemetry_reading_is_plain_numbers():
@@ -248,10 +257,11 @@ def test_run_is_described_by_its_configuration_versions_and_devices(tmp_path):
 
 
 def test_train_writes_what_each_thread_did(tmp_path):
-    _, log = run(configuration(tmp_path, max_steps=6, log_every=2), num_targets=2, num_drafters=2)
+    _, log = run(configuration(tmp_path, max_steps=24, log_every=8), num_targets=2, num_drafters=2)
     threads = ["reader", "target-0", "target-1", "drafter-0", "drafter-1"]
+    assert list(log[0]["threads"]) == threads
     for record in log:
-        assert list(record["threads"]) == threads
+        assert list(record["threads"])[-2:] == threads[-2:]
         for shares in record["threads"].values():
             assert shares["busy"] + sum(shares[name] for name in WAITS) == pytest.approx(1)
     last = log[-1]
