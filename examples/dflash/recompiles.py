@@ -10,11 +10,17 @@ raises a RuntimeError, whose text names the function and, where there is a compi
 
 from __future__ import annotations
 
+import os
 import re
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import torch
+
+import graphsafe
 
 from .config import InputError
 from .metrics import Reporter
@@ -34,6 +40,7 @@ class Recompile:
     Attributes:
         function, file, line: as torch names it; the line is where it begins. None: this torch does not say.
         reasons: guards that did not hold, one for each compiled form; none where there was no form yet.
+        caller: the code outside of torch that called it.
         thread: in which it happened.
     """
 
@@ -41,11 +48,13 @@ class Recompile:
     file: str | None
     line: int | None
     reasons: tuple[str, ...]
+    caller: str | None
     thread: str | None
 
     def __str__(self) -> str:
         what = f"{self.function}() in {Path(self.file or '').name}, line {self.line}" if self.function else "A function"
-        where = f" by the thread {self.thread}" if self.thread else ""
+        where = f", called by {self.caller}," if self.caller else ""
+        who = f" by the thread {self.thread}" if self.thread else ""
         if self.reasons:
             shown = [f"  {reason}" for reason in self.reasons[:MAX_REASONS]]
             if len(self.reasons) > MAX_REASONS:
@@ -54,7 +63,7 @@ class Recompile:
         else:
             why = "It had no compiled form that torch could compare this call with."
         return (
-            f"{what} had to be compiled anew after the warm-up{where}. {why}\n"
+            f"{what}{where} had to be compiled anew after the warm-up{who}. {why}\n"
             "Shapes and settings are fixed for a run, so none is due; it would hold up all threads, again and again "
             "perhaps, and so it ends the run. What it has saved is kept.\n"
             "Where the code is yours, keep what is named above from changing between steps; TORCH_LOGS=recompiles "
@@ -77,8 +86,18 @@ def find_recompile(error: BaseException) -> Recompile | None:
         file=named["file"] if named else None,
         line=int(named["line"]) if named else None,
         reasons=tuple(dict.fromkeys(reasons)),
+        caller=_caller(error),
         thread=worker["thread"] if worker else None,
     )
+
+
+def _caller(error: BaseException) -> str | None:
+    """The innermost code of an error's traceback that is neither torch's nor graphsafe's."""
+    libraries = tuple(str(Path(module.__file__).parent) + os.sep for module in (torch, graphsafe) if module.__file__)
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(libraries):
+            return f"{frame.name}() in {Path(frame.filename).name}, line {frame.lineno}"
+    return None
 
 
 @contextmanager

@@ -318,6 +318,7 @@ def test_recompile_names_its_function_and_every_guard_that_failed():
     assert len(found.reasons) == 2
     assert all("size mismatch at index 0. expected" in reason and "actual 5" in reason for reason in found.reasons)
     text = str(found)
+    assert found.caller.startswith("recompile_error() in test_telemetry.py, line ") and found.caller in text
     assert "doubled() in test_telemetry.py" in text and "by the thread drafter-3" in text and "actual 5" in text
     number = find_recompile(recompile_error(doubled, torch.ones(3), 7)).reasons
     assert any(reason.replace(" ", "") == "times==2" for reason in number)  # the source line behind it is left out
@@ -342,7 +343,7 @@ def test_recompile_with_many_reasons_prints_some():
 
 def test_recompile_is_told_when_torch_names_nothing():
     found = find_recompile(RuntimeError("Detected recompile when torch.compile stance is 'fail_on_recompile'"))
-    assert (found.function, found.reasons) == (None, ())
+    assert (found.function, found.reasons, found.caller) == (None, (), None)
     assert str(found).startswith("A function had to be compiled anew")
 
 
@@ -367,6 +368,7 @@ def test_train_ends_with_the_reason_of_a_recompile_after_the_warm_up(tmp_path, m
     config = configuration(tmp_path, max_steps=50)
     with pytest.raises(InputError, match=r"measured\(\) in test_telemetry.py(.|\n)*expected 3, actual 4") as caught:
         run(config)
+    assert "called by recompiling() in" in str(caught.value)
     assert "drafter-0" in str(caught.value) and "after the warm-up" in str(caught.value)
     assert command_line.explain(caught.value) == str(caught.value)  # no traceback for it
     event = all_records(config)[-1]
