@@ -71,6 +71,12 @@ def _export(config: Config) -> int:
     return 0
 
 
+def _report(config: Config) -> int:
+    from .report import report
+
+    return report(config)
+
+
 def _demo(config: Config) -> int:
     """All commands that lead to a drafter, and where the seconds went."""
     spent: dict[str, float] = {}
@@ -102,6 +108,7 @@ COMMANDS: dict[str, tuple[Callable[[Config], int], str]] = {
     "smoke": (_smoke, "A few steps at full shape: does it fit, and is peak memory flat?"),
     "evaluate": (_evaluate, "Decode held-out prompts with the drafter, and check that nothing is lost."),
     "export": (_export, "Write the drafter in the format that servers load, and check what was written."),
+    "report": (_report, "Draw and sum up a run: loss, acceptance, throughput, where the time went, memory."),
     _DEMO: (_demo, "All of it, small enough for two CPU cores."),
 }
 

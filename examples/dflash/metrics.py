@@ -2,24 +2,31 @@
 
 Guarantees:
 - Between two readings nothing waits for the device.
-- Each reading is one line of JSON in the run's ``metrics.jsonl``, flushed at once, whatever else shows it.
+- Each reading, and each event of the run, is one line of JSON in its ``metrics.jsonl``, flushed at once, whatever else
+  shows it.
+- A run that is resumed goes on in the same file, without what it is about to measure again.
+- What is shown never ends a run: a terminal that fails or goes away is left alone from then on.
 """
 
 from __future__ import annotations
 
 import json
-import sys
+import math
+import os
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .display import Display
 from .loss import Loss
 
 NUM_SCALARS = 4  # weighted sum, weight, tokens, blocks; then per slot: correct, total, accepted
+MEASURED_EVENTS = ("validation", "checkpoint")  # of a step; a run that is resumed before it has them again
 
 
 def measure(loss: Loss, num_tokens: Tensor) -> Tensor:
@@ -64,8 +71,33 @@ class Meter:
         return taken
 
 
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a ``metrics.jsonl``. Lines that are no whole record, as a killed run's last, are left out."""
+    records = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+def up_to(records: Sequence[Mapping[str, Any]], step: int) -> list[Mapping[str, Any]]:
+    """What stays of a run's records where it goes on after ``step``: all but what was measured at later steps."""
+
+    def later(record: Mapping[str, Any]) -> bool:
+        measured = "event" not in record or record["event"] in MEASURED_EVENTS
+        return measured and isinstance(record.get("step"), int) and record["step"] > step
+
+    return [record for record in records if not later(record)]
+
+
 class Silent:
     """Stands in for a ``Reporter`` in the processes that do not speak."""
+
+    step = 0
 
     def say(self, text: str) -> None: ...
 
@@ -73,20 +105,25 @@ class Silent:
 
     def report(self, record: Mapping[str, Any]) -> None: ...
 
-    def event(self, event: str, **values: Any) -> None: ...
+    def event(self, name: str, **fields: Any) -> None: ...
 
     def close(self) -> None: ...
 
 
 class Reporter:
-    """Shows a run's progress and writes its metrics. Used by one thread at a time.
+    """Shows a run's progress and writes its metrics.
 
     Args:
-        path: the JSON lines file; it is begun anew, unless a run is resumed.
+        path: the JSON lines file.
         num_steps: of the run.
         tensorboard: write for TensorBoard as well, beside ``path``.
         live: a progress display that redraws itself; None: where standard output is a terminal.
-        resume_step: steps that are done; what the file holds of later ones will be trained again, and is cut.
+        resume_step: go on after this step in a file that is there; None: begin it anew.
+
+    Attributes:
+        step: the last step that was reported.
+
+    Thread safety: any thread may ``say`` something or note an event; one reports and advances.
     """
 
     def __init__(
@@ -99,69 +136,129 @@ class Reporter:
         resume_step: int | None = None,
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w" if resume_step is None else "a", encoding="utf-8")
-        self._num_steps = num_steps
+        kept: list[Mapping[str, Any]] = []
+        if resume_step is not None and path.is_file():
+            kept = up_to(read_records(path), resume_step)
+        _replace(path, "".join(json.dumps(record) + "\n" for record in kept))
+        self._file = path.open("a", encoding="utf-8")
+        self._lock = threading.Lock()  # guards the file, for a line each; taken alone
+        self._num_steps, self.step = num_steps, resume_step or 0
         self._writer: Any = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(path.parent))
-        self._progress: Any = None
-        if sys.stdout.isatty() if live is None else live:
-            self._start_display()
-
-    def _start_display(self) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self._progress = Progress(
-            BarColumn(bar_width=14),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[text]}"),
-        )
-        self._task = self._progress.add_task("training", total=self._num_steps, text="warming up")
-        self._progress.start()
+            self._writer = SummaryWriter(str(path.parent), purge_step=None if resume_step is None else resume_step + 1)
+        self._display: Display | None = None
+        self._prints = True
+        if Display.suits_terminal() if live is None else live:
+            self._display = Display(num_steps, self.step)
+            for record in kept:
+                self._show(lambda display, record=record: display.add(record))  # type: ignore[misc]
+            self._show(Display.start)
 
     def say(self, text: str) -> None:
         """A line for people."""
-        if self._progress is not None:
-            self._progress.console.print(text, highlight=False, markup=False)
+        if self._display is not None:
+            self._show(lambda display: display.say(text))
         else:
-            print(text, flush=True)
+            self._print(text)
 
     def advance(self, step: int) -> None:
         """``step`` steps are done."""
-        if self._progress is not None:
-            self._progress.update(self._task, completed=step)
+        self.step = step
+        self._show(lambda display: display.advance(step))
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Write that something happened: start, resume, validation, checkpoint, recompile, stop, error or end.
+
+        Args:
+            fields: what JSON can hold. ``step`` is the last one reported, unless it is given.
+        """
+        record: dict[str, Any] = {"event": name, "step": self.step, **fields}
+        self._write(record)
+        self._show(lambda display: display.add(record))
+        if name == "validation":
+            self._write_scalars({f"validation/{key}": fields[key] for key in fields if key != "step"}, record["step"])
 
     def report(self, record: Mapping[str, Any]) -> None:
         """Write one reading, and show it."""
-        self._file.write(json.dumps({"time": time.time(), **record}) + "\n")
-        self._file.flush()
-        text = (
-            f"loss {record['loss']:.3f}  acceptance {record['acceptance']:.2f}  {record['tokens_per_s']:.0f} tokens/s"
-        )
-        if self._progress is not None:
-            self._progress.update(self._task, completed=record["step"], text=text)
+        self.step = record["step"]
+        self._write(record)
+        if self._display is not None:
+            self._show(lambda display: display.add(record))
         else:
-            busy = f"drafter busy {record['drafter_busy']:.0%}"
-            print(f"step {record['step']}/{self._num_steps}  {text}  {busy}", flush=True)
-        if self._writer is not None:
-            for name, value in record.items():
-                if isinstance(value, int | float) and name != "step":
-                    self._writer.add_scalar(name, value, record["step"])
-
-    def event(self, event: str, **values: Any) -> None:
-        """Write what happened, as one line."""
-        self._file.write(json.dumps({"time": time.time(), "event": event, **values}) + "\n")
-        self._file.flush()
+            self._print(
+                f"step {record['step']}/{self._num_steps}  loss {record['loss']:.3f}  acceptance "
+                f"{record['acceptance']:.2f}  {record['tokens_per_s']:.0f} tokens/s  drafter busy "
+                f"{record['drafter_busy']:.0%}"
+            )
+        self._write_scalars(record, record["step"])
 
     def close(self) -> None:
         """End the display and the files. Idempotent."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        self._show(Display.stop)
+        self._display = None
         if self._writer is not None:
             self._writer.close()
             self._writer = None
         self._file.close()
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        line = json.dumps(_finite({"time": time.time(), **record}), allow_nan=False) + "\n"
+        with self._lock:
+            self._file.write(line)
+            self._file.flush()
+
+    def _write_scalars(self, record: Mapping[str, Any], step: int) -> None:
+        if self._writer is not None:
+            for name, value in flatten(record):
+                if name != "step":
+                    self._writer.add_scalar(name, value, step)
+
+    def _show(self, change: Callable[[Display], None]) -> None:
+        if self._display is None:
+            return
+        try:
+            change(self._display)
+        except Exception as exc:  # whatever a terminal does
+            display, self._display = self._display, None
+            display.give_up()
+            self._write({"event": "display", "step": self.step, "text": f"switched off: {type(exc).__name__}: {exc}"})
+
+    def _print(self, text: str) -> None:
+        if self._prints:
+            try:
+                print(text, flush=True)
+            except (OSError, ValueError):  # whoever read it has gone
+                self._prints = False
+
+
+def flatten(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """All numbers of a record by name: ``threads/drafter-0/busy``; items of a list are numbered from 1."""
+    for key, value in record.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{name}/")
+        elif isinstance(value, list | tuple):
+            yield from flatten({str(number): item for number, item in enumerate(value, 1)}, f"{name}/")
+        elif isinstance(value, int | float):
+            yield name, value
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for numbers that JSON has no word for."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file anew, so that it is the old or the new one whatever happens."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

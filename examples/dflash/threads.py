@@ -88,7 +88,7 @@ def _target_body(run: Run, number: int, target: Target, source: FeatureSource) -
                 padding["tokens"], padding["document_ids"], padding["positions"], run.drafter.target_layer_ids
             )
         run.pipeline.meet()
-    run.pipeline.run_target(number, source)
+    run.pipeline.run_target(number, run.telemetry.timer(f"target-{number}").around(source))
 
 
 def _drafter_thread(run: Run, number: int, store: Any) -> None:

@@ -35,11 +35,13 @@ from .metrics import Reporter, Silent
 from .pipeline import Pipeline, PipelineEnded, Rings, Topology
 from .plan import describe_needs, drafter_config, estimate, topology
 from .processes import PeerLost, Processes
+from .recompiles import errors_noted
 from .replicas import ReplicaLost
 from .schedule import Schedule
 from .signals import listen
 from .step import COMPUTE_DTYPES
 from .target import Target, load_target
+from .telemetry import Telemetry, describe_run
 from .threads import run_threads
 from .trainer import Run, compiles
 
@@ -174,6 +176,8 @@ def train_on(
                 resume_step=None if start is None else start.step,
             )
         stack.callback(reporter.close)
+        stack.enter_context(errors_noted(reporter))
+        reporter.event("start", num_steps=num_steps, **describe_run(config, devices))
         stack.enter_context(_memory_advice(config, first, parameters, devices))
         for target in targets.values():
             target.drop_layers_after(max(drafter.target_layer_ids))
@@ -197,6 +201,7 @@ def train_on(
             pipeline=pipeline,
             processes=processes,
             reporter=reporter,
+            telemetry=Telemetry(pipeline.rings),
             weights=head_weights(targets, devices, dtype),
             disk=disk,
         )
@@ -221,8 +226,10 @@ def train_on(
         if processes.lost is not None:
             raise _with_advice(PeerLost(processes.lost), checkpoints)
         if signals.agreed:
+            reporter.event("stop", signal=signals.agreed)
             reporter.say("stopped" if signals.twice else f"stopped early; the drafter is in {config.drafter_path}")
             return 128 + signals.agreed
+        reporter.event("end")
         reporter.say(f"the drafter is in {config.drafter_path}")
     return 0
 

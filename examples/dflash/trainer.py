@@ -9,7 +9,6 @@ Guarantees:
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from .processes import Processes
 from .replicas import Replica
 from .schedule import Schedule
 from .step import DrafterStep
+from .telemetry import Telemetry
 
 WARMUP_STEPS = 8  # of each drafter, in which everything is compiled
 
@@ -56,6 +56,7 @@ class Run:
     pipeline: Pipeline
     processes: Processes
     reporter: Reporter | Silent
+    telemetry: Telemetry
     weights: Mapping[torch.device, tuple[Tensor, Tensor]]
     disk: DiskCache | None
 
@@ -85,7 +86,7 @@ class Trainer:
         self.num_steps = self.logged_at = self.saved_at = run.schedule.first_step
         self.best = None if run.start is None else run.start.best
         self.started_s = self.logged_s = time.monotonic()
-        self.waited_s = 0.0
+        self.timer = run.telemetry.timer(f"drafter-{number}")
         self.compiles = compiles(run.config, run.devices)
         self.warm_after = WARMUP_STEPS + math.ceil(len(run.devices.targets) / len(run.devices.drafters))
 
@@ -96,7 +97,8 @@ class Trainer:
             if current.last:
                 self.validated()
             return
-        self.meter.add(self.step(batch))
+        with self.timer:
+            self.meter.add(self.step(batch))
         self.num_steps += 1
         schedule, here = self.run.schedule, self.num_steps - self.run.schedule.first_step
         due = schedule.is_due(self.num_steps)
@@ -108,6 +110,7 @@ class Trainer:
             self.save(None)
         if self.number == 0 and self.compiles and here == self.warm_after:
             torch.compiler.set_stance("fail_on_recompile")  # of all threads: each has compiled by now
+            self.run.telemetry.warmed_up()
 
     def finish(self) -> None:
         """After the last batch."""
@@ -162,28 +165,14 @@ class Trainer:
         if self.replica.rank != 0:
             return
         record = summarize(measured.tolist())
-        now, waited_s = time.monotonic(), self.run.pipeline.rings.wait_s(0)
-        elapsed_s = max(now - self.logged_s, 1e-9)
+        now = time.monotonic()
         record |= {
             "step": self.num_steps,
             "lr": lr,
             "grad_norm": None if norm is None else norm.item(),
-            "tokens_per_s": record["tokens"] / elapsed_s,
-            "drafter_busy": max(0.0, 1 - (waited_s - self.waited_s) / elapsed_s),
-            "targets_waited_s": self.run.pipeline.rings.target_wait_s(),
-            "memory_bytes": _peak_memory(self.step.device),
+            "tokens_per_s": record["tokens"] / max(now - self.logged_s, 1e-9),
             "elapsed_s": now - self.started_s,
+            **self.run.telemetry.read(),
         }
-        self.logged_s, self.waited_s = now, waited_s
+        self.logged_s = now
         self.run.reporter.report(record)
-
-
-def _peak_memory(device: torch.device) -> int:
-    """The most memory in use so far: of the CUDA device, or of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "win32":
-        return 0
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

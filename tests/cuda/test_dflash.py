@@ -139,7 +139,8 @@ def run(config, targets, drafters, fail=None):
         mask_token_id=config.mask_token_id,
     )
     assert train_on(documents(40), models, shape, config, Topology(tuple(targets), tuple(drafters))) == 0
-    return [json.loads(line) for line in (config.out / "metrics.jsonl").read_text().splitlines()]
+    lines = (config.out / "metrics.jsonl").read_text().splitlines()
+    return [record for line in lines if "event" not in (record := json.loads(line))]
 
 
 def losses(readings):

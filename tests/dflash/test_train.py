@@ -77,14 +77,14 @@ def run(config, docs=None, target=None, num_targets=1, num_drafters=1):
 
 
 def records(config):
-    return [record for record in lines(config) if "event" not in record]
+    return [record for record in all_records(config) if "event" not in record]
 
 
 def events(config, kind):
-    return [record for record in lines(config) if record.get("event") == kind]
+    return [record for record in all_records(config) if record.get("event") == kind]
 
 
-def lines(config):
+def all_records(config):
     return [json.loads(line) for line in (config.out / "metrics.jsonl").read_text().splitlines()]
 
 
