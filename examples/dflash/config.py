@@ -295,6 +295,7 @@ PRESETS: dict[str, Config] = {
         preset="demo",
         out=Path("runs/demo"),
         num_held_out=20,
+        num_validation=8,
         targets=("cpu",),
         drafters=("cpu",),
         dtype="float32",

@@ -62,7 +62,7 @@ def train(config: Config) -> int:
         drafter = drafter_config(config, first.shape)
         say = print if processes.rank == 0 else (lambda text: None)
         documents = load_training_documents(config, first.tokenizer, drafter.mask_token_id, say=say)
-        documents, validation = split_validation(documents, config)
+        documents, validation = split_validation(documents, config, say=say)
         code = train_on(documents, targets, drafter, config, devices, validation=validation, processes=processes)
     except BaseException as exc:
         processes.close(exc)

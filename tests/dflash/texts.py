@@ -41,6 +41,9 @@ class CharTokenizer:
             ids += [EOS] + [3 + CHARACTERS.index(character) for character in piece]
         return SimpleNamespace(input_ids=ids)
 
+    def get_vocab(self):
+        return {self.eos_token: EOS, **{character: 3 + index for index, character in enumerate(CHARACTERS)}}
+
     def decode(self, ids, skip_special_tokens=False):
         shown = {EOS: "" if skip_special_tokens else "<e>"}
         return "".join(
