@@ -272,8 +272,8 @@ class _InData:
         return self._finder.documents(line.messages)[::-1]  # the whole conversation is its first document
 
     def check_vocabulary(self, line: TokenLine) -> None:
-        """Raise ValueError where the target has no such token."""
-        if max(line.tokens) >= self._vocabulary_size:
+        """Raise ValueError where the target has no such token. (A target of random weights has no tokenizer.)"""
+        if self._tokenizer is not None and max(line.tokens) >= self._vocabulary_size:
             raise ValueError(f"it has the token {max(line.tokens)}, and the target has {self._vocabulary_size} tokens")
 
     @cached_property

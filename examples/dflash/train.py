@@ -62,6 +62,7 @@ def train(config: Config) -> int:
         drafter = drafter_config(config, first.shape)
         say = print if processes.rank == 0 else (lambda text: None)
         documents = load_training_documents(config, first.tokenizer, drafter.mask_token_id, say=say)
+        _check_vocabulary(documents, first, config)
         documents, validation = split_validation(documents, config, say=say)
         code = train_on(documents, targets, drafter, config, devices, validation=validation, processes=processes)
     except BaseException as exc:
@@ -69,6 +70,15 @@ def train(config: Config) -> int:
         raise
     processes.close()
     return code
+
+
+def _check_vocabulary(documents: Sequence[Document], target: Target, config: Config) -> None:
+    largest = max(max(document.tokens, default=0) for document in documents)
+    if largest >= target.vocab_size:
+        raise InputError(
+            f"{config.data} has the token {largest}, and {config.target} has {target.vocab_size}. Are the tokens those "
+            "of another target?"
+        )
 
 
 def keep_former(config: Config, say: Callable[[str], object] = print) -> None:

@@ -235,3 +235,18 @@ def test_train_keeps_the_drafter_of_the_run_before(tmp_path, capsys):
     assert not config.drafter_path.exists()
     assert (config.out / f"previous-{config.drafter_path.name}").read_bytes() == b"former"
     assert "previous-" in capsys.readouterr().out
+
+
+def test_train_takes_tokens_for_a_target_of_random_weights_and_refuses_those_it_lacks(tmp_path, monkeypatch):
+    data = tmp_path / "data.jsonl"
+    lines = [{"input_ids": document.tokens, "loss_mask": document.loss_mask} for document in documents(24)]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = configuration(tmp_path, data=data, regenerate=False, max_steps=3, num_validation=2)
+    monkeypatch.setattr(train_module, "resolve_target", lambda name: tmp_path)
+    monkeypatch.setattr(train_module, "load_targets", lambda *args: {CPU: tiny_target()})
+    assert train_module.train(config) == 0
+    assert [record["step"] for record in records(config)] == [1, 2, 3]
+    assert [record["step"] for record in events(config, "validation")] == [0, 3]
+    data.write_text(data.read_text() + json.dumps({"input_ids": [5, VOCAB, 6], "loss_mask": [0, 1, 1]}) + "\n")
+    with pytest.raises(InputError, match=f"has the token {VOCAB}"):
+        train_module.train(config)
