@@ -187,11 +187,18 @@ def load_training_documents(config: Config, tokenizer: Any, mask_token_id: int, 
     return documents
 
 
-def answer_key(prompt: Sequence[dict[str, str]], config: Config) -> str:
-    """Names an answer by all that decides it, so that answers of another configuration are never taken."""
-    decides = [config.target, config.dtype, config.max_new_tokens, config.temperature, list(prompt)]
-    if config.temperature > 0:
+def answer_key(prompt: Sequence[dict[str, str]], config: Config, sample: int = 0) -> str:
+    """Names an answer by all that decides it, so that answers of another configuration are never taken.
+
+    Args:
+        sample: 0 is the first answer; k the k-th further one, drawn at ``sample_temperature``.
+    """
+    temperature = config.sample_temperature if sample else config.temperature
+    decides = [config.target, config.dtype, config.max_new_tokens, temperature, list(prompt)]
+    if temperature > 0:
         decides.append(config.seed)
+    if sample:
+        decides.append(sample)
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:32]
 
 
