@@ -62,6 +62,8 @@ class _Rows:
     def begin(self, tokens: Tensor, lengths: Tensor, num_real: int, drawn: bool) -> None:
         """Read the prompts and choose the first tokens; rows from ``num_real`` on are none."""
         self.rewind()
+        for store in (self.out, self.gaps, self.tops):
+            store.zero_()
         self.ended.copy_(torch.arange(len(lengths), device=lengths.device) >= num_real)
         logits = self.decoder.prefill(tokens, lengths).logits[:, 0]
         self.positions.copy_(lengths)

@@ -171,7 +171,7 @@ def _summary(answers: Sequence[Sequence[int]], target: Target, config: Config) -
 
 
 @contextmanager
-def _progress(total: int, say: Say) -> Iterator[Callable[[int, float], None]]:
+def _progress(total: int, say: Say) -> Iterator[Callable[[int, float], object]]:
     """A function that shows the answers done and the tokens/s: as a bar on a terminal, elsewhere in lines."""
     if say is not print or not sys.stdout.isatty():
         yield lambda done, rate: say(f"regenerate: {done} of {total} answers, {rate:,.0f} tokens/s")

@@ -178,6 +178,18 @@ class TargetDecoder:
         return F.linear(hidden, self._target.lm_head_weight)
 
 
+class _Held:
+    """A step that its graphs reach by way of this object, so that ``Steps.close`` can let it go at once."""
+
+    def __init__(self, step: Callable[..., Tensor]) -> None:
+        self.step: Callable[..., Tensor] | None = step
+        self.__qualname__ = step.__qualname__  # for messages
+
+    def __call__(self, *args: int) -> Tensor:
+        assert self.step is not None
+        return self.step(*args)
+
+
 class Steps:
     """A step of decoding: a CUDA graph for each set of arguments, or eager.
 
@@ -189,15 +201,12 @@ class Steps:
     """
 
     def __init__(self, step: Callable[..., Tensor], graphed: bool, max_graphs: int = MAX_VISIBLE_LENGTHS) -> None:
-        self._step = step
-        self._graphed = gs.graphed(step, num_warmup_iters=NUM_WARMUPS, max_graphs=max_graphs) if graphed else None
-
-    @property
-    def graphed(self) -> bool:
-        return self._graphed is not None
+        self._held = _Held(step)
+        self._graphed = gs.graphed(self._held, num_warmup_iters=NUM_WARMUPS, max_graphs=max_graphs) if graphed else None
 
     @property
     def num_captures(self) -> int:
+        """Graphs so far; 0 once the step was found not to be one."""
         return 0 if self._graphed is None else self._graphed.stats().captures
 
     def __call__(self, *args: int) -> Tensor:
@@ -207,14 +216,16 @@ class Steps:
                 return result
             except gs.CaptureError as exc:  # nothing has run
                 warnings.warn(f"Decoding goes on without CUDA graphs, which is slower: {exc}", stacklevel=2)
-                self.close()
-        return self._step(*args)
+                self._graphed.close()
+                self._graphed = None
+        return self._held(*args)
 
     def close(self) -> None:
-        """Let the graphs go; further steps are eager."""
+        """Let the graphs and the step go."""
         if self._graphed is not None:
             self._graphed.close()
             self._graphed = None
+        self._held.step = None
 
 
 class Rows(Protocol):

@@ -1,6 +1,8 @@
 """The decoder's cache: rows are independent, and what is past a row's position is as if it were not there."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -226,6 +228,19 @@ def test_step_that_cannot_be_captured_runs_eagerly_with_a_warning():
             assert decoder.decode(PROMPTS).answers == expected
         assert decoder.num_captures == 0
         assert decoder.decode(PROMPTS).answers == expected
+
+
+@pytest.mark.usefixtures("in_context")
+def test_closed_decoder_lets_its_cache_go_at_once():
+    gc.disable()
+    try:
+        decoder = graphed_decoder(tiny_target())
+        decoder.decode(PROMPTS)
+        cache = weakref.ref(decoder._shared[0].decoder._cache)
+        decoder.close()
+        assert cache() is None
+    finally:
+        gc.enable()
 
 
 def test_graphed_decode_asks_for_a_context():
