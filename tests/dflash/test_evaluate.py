@@ -182,6 +182,21 @@ def test_graphed_speculation_counts_as_eager_where_drafts_are_accepted(right):
 
 
 @pytest.mark.usefixtures("in_context")
+def test_drafter_observes_nothing_of_rows_that_have_ended():
+    target = counting_target()
+    target.eos_token_ids = (30,)
+    seen = torch.zeros(6, dtype=torch.int64)
+
+    class Watching(CountingOracle):
+        def observe(self, committed, features, positions, valid):
+            seen.add_(valid.any(1))
+
+    with graphed_decoder(target, Watching(8, 2), num_rows=6) as decoder:
+        done = decoder.decode([[20], [40], [27], [29], [3, 4, 5, 6]])
+    assert seen.tolist() == [*done.num_rounds, 0]  # the last row is padding
+
+
+@pytest.mark.usefixtures("in_context")
 def test_warmed_up_speculation_captures_nothing_more():
     target, drafter = tiny_target(), random_drafter()
     tokens = [prompt.tokens for prompt in PROMPTS]
