@@ -1,161 +1,27 @@
-"""Decoding with the target: batched over prompts, key/value caches with a position pointer a row.
-
-The slot of a token in the cache is its position. A query at position p sees slots 0..p, so a rejected token needs no
-clean-up: it is past its row's position, hence masked, and written over by the token that takes its place.
+"""Decoding with the target: many prompts at once, one token a pass, greedily or by drawing.
 
 Guarantees:
-- Rows are independent: a batch gives what each prompt alone gives, to rounding.
-- Shapes depend on the batch and the number of tokens fed, never on how far a row has come.
+- Rows are independent: a batch gives what each prompt alone gives, to rounding. A draw depends on the row's seed and
+  the token's place, not on the batch, the thread or the device.
+- Tokens are chosen, written and counted on the device; the host looks every few steps at whether all rows have ended.
+- On CUDA the step is a graph for each of a few visible lengths, and serves batch after batch of one shape.
 """
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from .stepping import MAX_VISIBLE_LENGTHS, BatchedDecoder, Steps, TargetDecoder, is_any_of, pad_prompts
 from .target import Target
 
+LOOP_NGRAM = 8
+LOOP_SHARE = 0.2
 _CHECK_EVERY = 16  # steps between two looks from the host at whether all rows have ended
-_VISIBLE_STEP = 32  # attention reads the cache up to the next multiple of this
-
-
-class SlotCache:
-    """Keys and values of every layer, written at given positions. What transformers asks of a cache, and no more."""
-
-    is_compileable = False
-
-    def __init__(self, num_rows: int, num_slots: int) -> None:
-        self.num_rows, self.num_slots = num_rows, num_slots
-        self.keys: dict[int, Tensor] = {}  # a layer: [R, S, heads, D]
-        self.values: dict[int, Tensor] = {}
-        self.positions: Tensor | None = None  # [R, N], of the tokens being fed
-        self.visible = num_slots
-
-    def update(self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write [R, heads, N, D] at ``positions``; all visible slots come back, [R, heads, visible, D]."""
-        if layer not in self.keys:
-            shape = (self.num_rows, self.num_slots, keys.shape[1], keys.shape[3])
-            self.keys[layer], self.values[layer] = keys.new_zeros(shape), values.new_zeros(shape)
-        rows = torch.arange(self.num_rows, device=keys.device)[:, None]
-        self.keys[layer][rows, self.positions] = keys.transpose(1, 2)
-        self.values[layer][rows, self.positions] = values.transpose(1, 2)
-        return (
-            self.keys[layer][:, : self.visible].transpose(1, 2),
-            self.values[layer][:, : self.visible].transpose(1, 2),
-        )
-
-    def get_seq_length(self, layer: int = 0) -> int:
-        return 0  # positions and mask are always given, so nothing is derived from it
-
-    def keep(self, rows: Tensor) -> None:
-        """Go on with these rows alone."""
-        self.num_rows = len(rows)
-        for store in (self.keys, self.values):
-            for layer, tensor in store.items():
-                store[layer] = tensor[rows]
-
-
-@dataclass
-class Step:
-    """What the target says to the tokens fed.
-
-    Attributes:
-        logits: [R, N, V], of the token after each; [R, 1, V] after a prefill.
-        features: [R, N, K*H], the layers' outputs side by side; None where none were asked for.
-    """
-
-    logits: Tensor
-    features: Tensor | None
-
-
-class TargetDecoder:
-    """The target with a cache for one batch of rows.
-
-    Args:
-        target: the target.
-        num_rows: R.
-        max_length: longest row, prompt included.
-        layer_ids: layers whose outputs every step returns.
-    """
-
-    def __init__(self, target: Target, num_rows: int, max_length: int, layer_ids: Sequence[int] = ()) -> None:
-        self.target = target
-        self.max_length = max_length
-        self.layer_ids = tuple(layer_ids)
-        self._cache = SlotCache(num_rows, max_length)
-        # transformers renames the argument between versions
-        named = inspect.signature(target.decoder.forward).parameters
-        self._cache_argument = "cache" if "cache" in named else "past_key_values"
-
-    def prefill(self, tokens: Tensor, lengths: Tensor) -> Step:
-        """Read the prompts.
-
-        Args:
-            tokens: [R, P], padded on the right.
-            lengths: [R], at least 1.
-        """
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        hidden, features = self._forward(tokens, positions, tokens.shape[1])
-        rows = torch.arange(len(tokens), device=tokens.device)
-        return Step(self._head(hidden[rows, lengths - 1])[:, None], features)
-
-    def step(self, tokens: Tensor, positions: Tensor, max_position: int) -> Step:
-        """Feed [R, N] tokens at ``positions``, each row's consecutive; ``max_position`` is their maximum or more."""
-        hidden, features = self._forward(tokens, positions, max_position + 1)
-        return Step(self._head(hidden), features)
-
-    def keep(self, rows: Tensor) -> None:
-        """Go on with these rows alone."""
-        self._cache.keep(rows)
-
-    def _forward(self, tokens: Tensor, positions: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
-        visible = min(-(-length // _VISIBLE_STEP) * _VISIBLE_STEP, self.max_length)
-        self._cache.positions, self._cache.visible = positions, visible
-        slots = torch.arange(visible, device=tokens.device)
-        mask = slots <= positions[:, None, :, None]
-        collected: dict[int, Tensor] = {}
-        handles = [
-            self.target.decoder.layers[layer].register_forward_hook(_collector(layer, collected))
-            for layer in self.layer_ids
-        ]
-        try:
-            out = self.target.decoder(
-                input_ids=tokens,
-                position_ids=positions,
-                attention_mask=mask,
-                use_cache=True,
-                **{self._cache_argument: self._cache},
-            )
-        finally:
-            for handle in handles:
-                handle.remove()
-        features = torch.cat([collected[layer] for layer in self.layer_ids], dim=-1) if self.layer_ids else None
-        return out.last_hidden_state, features
-
-    def _head(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.target.lm_head_weight)
-
-
-def _collector(layer: int, collected: dict[int, Tensor]) -> Any:
-    def collect(module: Any, args: Any, output: Any) -> None:
-        collected[layer] = output[0] if isinstance(output, tuple) else output
-
-    return collect
-
-
-def pad_prompts(prompts: Sequence[Sequence[int]], device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Prompts as [R, P], padded on the right, and their lengths [R]."""
-    lengths = [len(prompt) for prompt in prompts]
-    width = max(lengths)
-    rows = [list(prompt) + [0] * (width - len(prompt)) for prompt in prompts]
-    return torch.tensor(rows, device=device), torch.tensor(lengths, device=device)
 
 
 @dataclass
@@ -175,61 +41,143 @@ class Decoded:
     num_calls: int
 
 
-@torch.inference_mode()
+class _Rows:
+    """The rows of a batch on the device, and the step that gives each its next token. All tensors stay in place."""
+
+    def __init__(
+        self, target: Target, num_rows: int, max_length: int, max_new_tokens: int, visible_step: int | None
+    ) -> None:
+        device = target.device
+        self.decoder = TargetDecoder(target, num_rows, max_length, visible_step=visible_step)
+        self.ends = torch.tensor(target.eos_token_ids or (-1,), device=device)
+        self.last = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.positions = torch.zeros_like(self.last)  # of ``last``
+        self.index = torch.zeros((), dtype=torch.int64, device=device)  # tokens each row has so far
+        self.ended = torch.zeros(num_rows, dtype=torch.bool, device=device)
+        self.out = torch.zeros(num_rows, max_new_tokens, dtype=torch.int64, device=device)
+        self.gaps, self.tops = (torch.zeros_like(self.out, dtype=torch.float32) for _ in range(2))
+        self.noise = torch.zeros_like(self.out, dtype=torch.float64)  # uniform in [0, 1)
+        self.temperature = torch.ones((), device=device)
+
+    def begin(self, tokens: Tensor, lengths: Tensor, num_real: int, drawn: bool) -> None:
+        """Read the prompts and choose the first tokens; rows from ``num_real`` on are none."""
+        self.rewind()
+        for store in (self.out, self.gaps, self.tops):
+            store.zero_()
+        self.ended.copy_(torch.arange(len(lengths), device=lengths.device) >= num_real)
+        logits = self.decoder.prefill(tokens, lengths).logits[:, 0]
+        self.positions.copy_(lengths)
+        self._choose(logits, drawn)
+
+    def rewind(self) -> None:
+        """To where no row has a token."""
+        self.index.zero_()
+        self.positions.zero_()
+
+    def step(self, visible: int, drawn: bool) -> Tensor:
+        """Another token for each row. Returns how many rows have not ended [1]."""
+        logits = self.decoder.step(self.last[:, None], self.positions[:, None], visible).logits[:, 0]
+        self.positions.add_(1)
+        self._choose(logits, drawn)
+        return (~self.ended).sum(dim=0, keepdim=True)
+
+    def _choose(self, logits: Tensor, drawn: bool) -> None:
+        logits = logits.float()
+        place = self.index.expand(len(logits), 1)
+        best = logits.argmax(-1, keepdim=True)
+        top = logits.gather(1, best)
+        second = logits.scatter(1, best, float("-inf")).amax(-1, keepdim=True)
+        chosen = draw(logits, self.temperature, self.noise.gather(1, place)) if drawn else best
+        for store, value in ((self.out, chosen), (self.gaps, top - second), (self.tops, top)):
+            store.scatter_(1, place, value)
+        self.last.copy_(chosen[:, 0])
+        self.ended.logical_or_(is_any_of(self.last, self.ends))
+        self.index.add_(1)
+
+
+class BatchDecoder(BatchedDecoder[_Rows, Decoded]):
+    """Lets the target answer batch after batch, alone: see ``BatchedDecoder``."""
+
+    _warm_up_arguments = (False,)  # greedy
+
+    @torch.inference_mode()
+    def decode(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        stop: threading.Event | None = None,
+        temperature: float = 0.0,
+        seeds: Sequence[int] | None = None,
+    ) -> Decoded:
+        """Answer a batch of prompts.
+
+        Args:
+            prompts: token ids; rows of similar length waste least.
+            stop: once set, the answers end where they are.
+            temperature: 0 is greedy.
+            seeds: of each prompt's draws, where temperature > 0.
+        """
+        rows, steps = self._rows_for(prompts)
+        tokens, lengths = pad_prompts(prompts, self._target.device, len(rows.last))
+        drawn = temperature > 0
+        if drawn:
+            assert seeds is not None
+            rows.temperature.fill_(temperature)
+            rows.noise[: len(prompts)] = uniform_noise(seeds, self._max_new_tokens).to(rows.noise.device)
+        rows.begin(tokens, lengths, len(prompts), drawn)
+        look_every = 1 if self._target.device.type == "cpu" else _CHECK_EVERY
+        longest, num_tokens = max(map(len, prompts)), 1
+        num_open = (~rows.ended).sum(dim=0, keepdim=True)
+        while num_tokens < self._max_new_tokens and not (stop is not None and stop.is_set()):
+            if num_tokens % look_every == 0 and int(num_open) == 0:
+                break
+            num_open = steps(rows.decoder.visible_length(longest + num_tokens), drawn)
+            num_tokens += 1
+        answers = [
+            cut_at_end(row, self._target.eos_token_ids) for row in rows.out[: len(prompts), :num_tokens].tolist()
+        ]
+        gaps, tops = (values[: len(prompts)].to("cpu", copy=True) for values in (rows.gaps, rows.tops))
+        return Decoded(answers, gaps, tops, num_tokens)
+
+    def _make(self, num_rows: int, max_prompt: int) -> tuple[_Rows, Steps]:
+        max_length = max_prompt + self._max_new_tokens
+        rows = _Rows(self._target, num_rows, max_length, self._max_new_tokens, self._visible_step)
+        return rows, Steps(rows.step, self._graphed, 2 * MAX_VISIBLE_LENGTHS)  # greedy and drawn
+
+
 def decode(
     target: Target,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
     temperature: float = 0.0,
-    generator: torch.Generator | None = None,
+    seeds: Sequence[int] | None = None,
     stop: threading.Event | None = None,
+    graphed: bool = False,
 ) -> Decoded:
-    """The target's own answers to a batch of prompts, one token a pass.
+    """The target's own answers to one batch of prompts: see ``BatchDecoder``."""
+    longest = max(map(len, prompts))
+    with BatchDecoder(target, max_new_tokens, num_rows=len(prompts), max_prompt=longest, graphed=graphed) as decoder:
+        return decoder.decode(prompts, temperature=temperature, seeds=seeds, stop=stop)
+
+
+def uniform_noise(seeds: Sequence[int], count: int) -> Tensor:
+    """[R, count] float64 in [0, 1) on the CPU: a row for each seed, whatever the others."""
+    rows = [torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds]
+    return torch.stack(rows)
+
+
+def draw(logits: Tensor, temperature: Tensor, noise: Tensor) -> Tensor:
+    """Token ids [R, 1] from softmax(logits / temperature), by inversion: the first whose cumulated share exceeds noise.
 
     Args:
-        target: the target.
-        prompts: token ids; rows of similar length waste least.
-        max_new_tokens: longest answer.
-        temperature: 0 is greedy.
-        generator: draws the tokens where temperature > 0; on the target's device.
-        stop: once set, the answers end where they are.
+        logits: [R, V].
+        noise: [R, 1] float64 in [0, 1).
     """
-    tokens, lengths = pad_prompts(prompts, target.device)
-    longest = tokens.shape[1]
-    decoder = TargetDecoder(target, len(prompts), longest + max_new_tokens)
-    ends = torch.tensor(target.eos_token_ids or (-1,), device=target.device)
-    out = torch.zeros(len(prompts), max_new_tokens, dtype=torch.int64, device=target.device)
-    gaps, tops = torch.zeros_like(out, dtype=torch.float32), torch.zeros_like(out, dtype=torch.float32)
-    ended = torch.zeros(len(prompts), dtype=torch.bool, device=target.device)
-
-    logits = decoder.prefill(tokens, lengths).logits[:, 0]
-    num_calls = 1
-    look_every = 1 if target.device.type == "cpu" else _CHECK_EVERY
-    for index in range(max_new_tokens):
-        best, ids = logits.float().topk(2, dim=-1)
-        gaps[:, index], tops[:, index] = best[:, 0] - best[:, 1], best[:, 0]
-        chosen = ids[:, 0] if temperature == 0 else _sample(logits, temperature, generator)
-        out[:, index] = chosen
-        ended |= torch.isin(chosen, ends)
-        if index + 1 == max_new_tokens or (stop is not None and stop.is_set()):
-            break
-        if index % look_every == look_every - 1 and bool(ended.all()):
-            break
-        logits = decoder.step(chosen[:, None], (lengths + index)[:, None], longest + index).logits[:, 0]
-        num_calls += 1
-    answers = [cut_at_end(row, target.eos_token_ids) for row in out[:, : index + 1].tolist()]
-    return Decoded(answers, gaps.cpu(), tops.cpu(), num_calls)
-
-
-def merge_decoded(parts: Sequence[Decoded]) -> Decoded:
-    """Parts of a batch as one."""
-    return Decoded(
-        answers=[answer for part in parts for answer in part.answers],
-        gaps=torch.cat([part.gaps for part in parts]),
-        tops=torch.cat([part.tops for part in parts]),
-        num_calls=sum(part.num_calls for part in parts),
-    )
+    # float64: in float32 the sums round by more than the rarest tokens' shares
+    shares = (logits / temperature).softmax(-1, dtype=torch.float64).cumsum(-1)
+    below = shares <= noise * shares[:, -1:]
+    return below.sum(-1, keepdim=True).clamp(max=logits.shape[1] - 1)
 
 
 def cut_at_end(tokens: list[int], eos_token_ids: Sequence[int]) -> list[int]:
@@ -240,6 +188,7 @@ def cut_at_end(tokens: list[int], eos_token_ids: Sequence[int]) -> list[int]:
     return tokens
 
 
-def _sample(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
-    probabilities = (logits.float() / temperature).softmax(-1)
-    return probabilities.multinomial(1, generator=generator)[:, 0]
+def loops(answer: Sequence[int]) -> bool:
+    """Whether at least ``LOOP_SHARE`` of the answer's 8-grams came up in it before."""
+    grams = [tuple(answer[start : start + LOOP_NGRAM]) for start in range(len(answer) - LOOP_NGRAM + 1)]
+    return bool(grams) and 1 - len(set(grams)) / len(grams) >= LOOP_SHARE

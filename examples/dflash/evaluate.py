@@ -2,7 +2,9 @@
 
 Three ways answer the same prompts greedily: the target alone, with the drafter, and with prompt lookup. Printed are
 acceptance length (tokens committed a verifying pass, the target's own included: 1.0 for a useless drafter, block_size
-at most), target calls saved and wall-clock, over all prompts and over those whose answer does not loop.
+at most), target calls saved and wall-clock, over all prompts and over those whose answer does not loop. On CUDA all
+three run as graphs, captured before the clock starts, and a few prompts are timed one at a time as well, where fewer
+target calls count most.
 
 Lossless means token for token in float32; a divergence where the target's two best logits are closer than 1e-4 is a
 tie, counted. In bfloat16 passes of different shapes round differently, so the first divergence of a prompt must be a
@@ -11,39 +13,32 @@ near-tie, closer than 4 units in the last place of the best logit.
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import os
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 
-import graphsafe as gs
-
 from .config import Config, InputError, check_split
 from .data import Prompt, load_held_out_prompts
-from .decode import Decoded, decode, merge_decoded
+from .decode import BatchDecoder, Decoded, loops
 from .drafter import Drafter
 from .export import load_drafter
 from .fetch import resolve_target
 from .lookup import LookupDrafting
-from .speculate import Accept, Drafting, ModelDrafting, Speculated, accept_longest_prefix, merge_speculated, speculate
+from .speculate import Accept, Drafting, ModelDrafting, Speculated, SpeculativeDecoder, accept_longest_prefix
 from .target import Target, load_target
+from .timing import Clock, Clocks, lanes
 
 TIE_GAP = 1e-4
 NEAR_TIE_ULPS = 4
-LOOP_NGRAM = 8
-LOOP_SHARE = 0.2
+NUM_SINGLE = 8  # prompts that are timed one at a time on CUDA
 _BFLOAT16_FRACTION_BITS = 7
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -71,7 +66,7 @@ class Way:
     """One way of drafting over all prompts."""
 
     name: str
-    seconds: float = 0.0
+    clock: Clock = field(default_factory=Clock)
     results: list[tuple[Prompt, list[int], int]] = field(default_factory=list)  # prompt, its answer, rounds
     accepted: list[int] = field(default_factory=list)
     divergences: list[Divergence] = field(default_factory=list)
@@ -88,7 +83,7 @@ class Evaluation:
     drafter: Way
     lookup: Way
     alone: dict[int, list[int]]  # the target's own answer to each prompt, by its line
-    alone_seconds: float
+    alone_clock: Clock
     min_acceptance: float
     dtype: str
 
@@ -125,15 +120,16 @@ class Evaluation:
         for title, looping in (("all prompts", True), ("answers that do not loop", False)):
             count = self.score(self.drafter, looping=looping).num_prompts
             lines.append(f"{title} ({count})")
-            lines.append(
-                f"  {'':<14}{'acceptance length':>18}{'target calls saved':>20}" + f"{'wall-clock':>12}" * looping
-            )
+            line = f"  {'':<14}{'acceptance length':>18}{'target calls saved':>20}"
+            lines.append(line + self._clock_heads() * looping)
             if looping:
-                lines.append(f"  {'target alone':<14}{1.0:>18.2f}{0.0:>20.1%}{self.alone_seconds:>11.1f}s")
+                line = f"  {'target alone':<14}{1.0:>18.2f}{0.0:>20.1%}"
+                lines.append(line + _clock_text(self.alone_clock))
             for way in (self.drafter, self.lookup):
                 score = self.score(way, looping=looping)
                 line = f"  {way.name:<14}{score.acceptance:>18.2f}{score.calls_saved:>20.1%}"
-                lines.append(line + f"{way.seconds:>11.1f}s" * looping)
+                lines.append(line + _clock_text(way.clock) * looping)
+        lines.append(self._graphs_text())
         for way in (self.drafter, self.lookup):
             lines.append(f"lossless with {way.name}: {self._lossless_text(way)}")
         return "\n".join(lines)
@@ -150,6 +146,18 @@ class Evaluation:
         if reasons:
             return "FAILED: " + ", and ".join(reasons)
         return f"PASSED: acceptance length {self.acceptance:.2f} (at least {self.min_acceptance:.2f} asked), lossless"
+
+    def _clock_heads(self) -> str:
+        count = self.alone_clock.num_single
+        single = f"{f'{count} one at a time':>18}" if count else ""
+        return f"{'wall-clock':>12}{single}"
+
+    def _graphs_text(self) -> str:
+        clocks = {"target alone": self.alone_clock, **{way.name: way.clock for way in (self.drafter, self.lookup)}}
+        graphed = [name for name, clock in clocks.items() if clock.graphed]
+        eager = [name for name in clocks if name not in graphed]
+        parts = (("as CUDA graphs, captured before the clock started", graphed), ("eagerly", eager))
+        return "ran " + "; ".join(f"{how}: {', '.join(names)}" for how, names in parts if names)
 
     def _lossless_text(self, way: Way) -> str:
         num_ties = len(way.divergences) - len(way.failures)
@@ -169,7 +177,7 @@ class Evaluation:
             ways[way.name] = {
                 "all": asdict(self.score(way, looping=True)),
                 "not_looping": asdict(self.score(way, looping=False)),
-                "seconds": way.seconds,
+                **asdict(way.clock),
                 "rounds_by_committed_tokens": way.accepted,
                 "divergences": [asdict(divergence) for divergence in way.divergences],
             }
@@ -177,7 +185,7 @@ class Evaluation:
             "passed": self.passed,
             "lossless": self.lossless,
             "acceptance": self.acceptance,
-            "target_alone_seconds": self.alone_seconds,
+            "target_alone": asdict(self.alone_clock),
             **ways,
         }
 
@@ -210,56 +218,60 @@ def evaluate(
     config: Config,
     *,
     accept: Accept = accept_longest_prefix,
+    graphed: bool | None = None,
+    num_single: int | None = None,
     say: Callable[[str], object] = lambda text: None,
 ) -> Evaluation:
     """Decode all three ways and compare.
 
     Args:
         target: in ``config.dtype``.
-        make_drafting: the drafter for a target; called for each thread that decodes.
+        make_drafting: the drafter for a target; called for each decoder.
         prompts: of any number; ``config.decode_batch`` at a time.
         accept: the verifier's rule, see ``speculate``.
+        graphed: decode as graphs; None: on CUDA.
+        num_single: so many prompts are timed one at a time as well; None: ``NUM_SINGLE`` on CUDA, else none.
         say: told the progress.
     """
-    drafter, lookup = Way("drafter"), Way("prompt lookup")
-    alone: dict[int, list[int]] = {}
-    alone_seconds = 0.0
+    on_cuda = target.device.type == "cuda"
+    graphed = on_cuda if graphed is None else graphed
+    num_single = NUM_SINGLE * on_cuda if num_single is None else num_single
     ordered = sorted(prompts, key=lambda prompt: len(prompt.tokens))
-    count = config.max_new_tokens
-    with _exact_float32(), _lanes(target, min(len(ordered), config.decode_batch)) as lanes:
-        draftings = {id(lane): make_drafting(lane) for lane in lanes}
-        block_size = draftings[id(target)].block_size
+    longest, block_size = len(ordered[-1].tokens), make_drafting(target).block_size
 
-        def own(lane: Target, tokens: list[list[int]], stop: threading.Event) -> Decoded:
-            return decode(lane, tokens, count, stop=stop)
+    def own(num_rows: int) -> BatchDecoder:
+        return BatchDecoder(target, config.max_new_tokens, num_rows=num_rows, max_prompt=longest, graphed=graphed)
 
-        def drafted(lane: Target, tokens: list[list[int]], stop: threading.Event) -> Speculated:
-            return speculate(lane, draftings[id(lane)], tokens, count, accept=accept, stop=stop)
+    def speculative(drafting: Drafting, num_rows: int) -> SpeculativeDecoder:
+        return SpeculativeDecoder(
+            target,
+            drafting,
+            config.max_new_tokens,
+            num_rows=num_rows,
+            max_prompt=longest,
+            accept=accept,
+            graphed=graphed,
+        )
 
-        def looked_up(lane: Target, tokens: list[list[int]], stop: threading.Event) -> Speculated:
-            return speculate(lane, LookupDrafting(block_size), tokens, count, accept=accept, stop=stop)
-
-        if target.device.type == "cuda":  # kernels are loaded at their first use, which is nobody's cost
-            decode(target, [prompt.tokens for prompt in ordered[:2]], 2)
-        for first in range(0, len(ordered), config.decode_batch):
-            batch = ordered[first : first + config.decode_batch]
-            tokens = [prompt.tokens for prompt in batch]
-            say(f"evaluate: prompts {first + 1} to {first + len(batch)} of {len(ordered)}, the target alone ...")
-            parts, seconds = _timed(lanes, own, tokens)
-            reference = merge_decoded(parts)
-            alone.update((prompt.line, answer) for prompt, answer in zip(batch, reference.answers, strict=True))
-            alone_seconds += seconds
-            for way, call in ((drafter, drafted), (lookup, looked_up)):
-                say(f"evaluate: the same with {way.name} ...")
-                pieces, seconds = _timed(lanes, call, tokens)
-                _record(way, batch, reference, merge_speculated(pieces), seconds, config.dtype)
-    return Evaluation(drafter, lookup, alone, alone_seconds, config.min_acceptance, config.dtype)
-
-
-def loops(answer: Sequence[int]) -> bool:
-    """Whether at least ``LOOP_SHARE`` of the answer's 8-grams came up in it before."""
-    grams = [tuple(answer[start : start + LOOP_NGRAM]) for start in range(len(answer) - LOOP_NGRAM + 1)]
-    return bool(grams) and 1 - len(set(grams)) / len(grams) >= LOOP_SHARE
+    drafter, lookup = Way("drafter"), Way("prompt lookup")
+    with _exact_float32(), lanes(target, min(len(ordered), config.decode_batch)) as num_lanes:
+        clocks = Clocks(target.device, ordered, config.decode_batch, num_lanes, num_single)
+        say(f"evaluate: {len(ordered)} prompts, the target alone ...")
+        references, alone_clock = clocks.time(own)
+        for way, make in (
+            (drafter, lambda num_rows: speculative(make_drafting(target), num_rows)),
+            (lookup, lambda num_rows: speculative(LookupDrafting(block_size), num_rows)),
+        ):
+            say(f"evaluate: the same with {way.name} ...")
+            found, way.clock = clocks.time(make)
+            for (batch, reference), (_, done) in zip(references, found, strict=True):
+                _record(way, batch, reference, done, config.dtype)
+    alone = {
+        prompt.line: answer
+        for batch, reference in references
+        for prompt, answer in zip(batch, reference.answers, strict=True)
+    }
+    return Evaluation(drafter, lookup, alone, alone_clock, config.min_acceptance, config.dtype)
 
 
 def first_difference(answer: Sequence[int], other: Sequence[int]) -> int | None:
@@ -290,8 +302,12 @@ def check_drafter(drafter: Drafter, target: Target, config: Config) -> None:
         )
 
 
-def _record(way: Way, batch: Sequence[Prompt], own: Decoded, done: Speculated, seconds: float, dtype: str) -> None:
-    way.seconds += seconds
+def _clock_text(clock: Clock) -> str:
+    single = f"{clock.single_seconds:>17.1f}s" if clock.num_single else ""
+    return f"{clock.seconds:>11.1f}s{single}"
+
+
+def _record(way: Way, batch: Sequence[Prompt], own: Decoded, done: Speculated, dtype: str) -> None:
     way.accepted = [a + b for a, b in zip(way.accepted or [0] * len(done.accepted), done.accepted, strict=True)]
     for row, prompt in enumerate(batch):
         way.results.append((prompt, done.answers[row], done.num_rounds[row]))
@@ -303,41 +319,6 @@ def _record(way: Way, batch: Sequence[Prompt], own: Decoded, done: Speculated, s
 
 def _load_drafter(config: Config, device: torch.device) -> Drafter:
     return load_drafter(config, device, getattr(torch, config.dtype))
-
-
-def _timed(
-    lanes: Sequence[Target], call: Callable[[Target, list[list[int]], threading.Event], T], tokens: list[list[int]]
-) -> tuple[list[T], float]:
-    """``call`` for each lane's share of the prompts, in their order, and the seconds that all took."""
-    size = -(-len(tokens) // len(lanes))
-    shares = [tokens[start : start + size] for start in range(0, len(tokens), size)]
-    began = time.perf_counter()
-    with gs.WorkerGroup() as group:
-        workers = [
-            group.spawn(call, lane, share, group.stop, device=lane.device, name=f"decode-{index}")
-            for index, (lane, share) in enumerate(zip(lanes, shares, strict=False))
-        ]
-    values = [worker.result() for worker in workers]
-    if lanes[0].device.type == "cuda":
-        torch.cuda.current_stream(lanes[0].device).synchronize()
-    return values, time.perf_counter() - began
-
-
-@contextmanager
-def _lanes(target: Target, num_prompts: int) -> Iterator[list[Target]]:
-    """The target for each thread that decodes: one on a GPU, one for each core on CPU, all with the same weights."""
-    num_cores = torch.get_num_threads()
-    num_lanes = min(num_cores, num_prompts) if target.device.type == "cpu" else 1
-    weights = {id(tensor): tensor for tensor in (*target.model.parameters(), *target.model.buffers())}
-    # Modules of their own: the hooks that read features are registered on them.
-    twins = [Target(copy.deepcopy(target.model, dict(weights)), target.tokenizer) for _ in range(num_lanes - 1)]
-    for twin in twins:
-        twin.eos_token_ids = target.eos_token_ids
-    torch.set_num_threads(max(1, num_cores // num_lanes))  # threads that start later take it over
-    try:
-        yield [target, *twins]
-    finally:
-        torch.set_num_threads(num_cores)
 
 
 @contextmanager

@@ -41,6 +41,7 @@ class LookupDrafting:
     """Prompt lookup as a ``speculate.Drafting``."""
 
     layer_ids: tuple[int, ...] = ()
+    on_host = True
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -49,16 +50,20 @@ class LookupDrafting:
         self, prompts: Sequence[Sequence[int]], first: Tensor, max_length: int, features: Tensor | None, valid: Tensor
     ) -> None:
         self._rows = [History([*prompt, token]) for prompt, token in zip(prompts, first.tolist(), strict=True)]
+        self._ended = [False] * len(prompts)
 
-    def propose(self, last: Tensor, positions: Tensor) -> Tensor:
-        drafts = [row.draft(self.block_size - 1) for row in self._rows]
+    def propose(self, last: Tensor, positions: Tensor, visible: int) -> Tensor:
+        count = self.block_size - 1
+        drafts = [[] if ended else row.draft(count) for row, ended in zip(self._rows, self._ended, strict=True)]
         # Token 0 where nothing was found: a guess as good as any, and the target decides.
-        filled = [draft + [0] * (self.block_size - 1 - len(draft)) for draft in drafts]
-        return torch.tensor(filled, device=last.device)
+        return torch.tensor([draft + [0] * (count - len(draft)) for draft in drafts], device=last.device)
 
     def observe(self, committed: Tensor, features: Tensor | None, positions: Tensor, valid: Tensor) -> None:
-        for row, tokens, count in zip(self._rows, committed.tolist(), valid.sum(1).tolist(), strict=True):
+        counts = valid.sum(1).tolist()
+        for row, tokens, count in zip(self._rows, committed.tolist(), counts, strict=True):
             row.extend(tokens[:count])
+        self._ended = [count == 0 for count in counts]  # an open row always gains a token
 
     def keep(self, rows: Tensor) -> None:
-        self._rows = [self._rows[row] for row in rows.tolist()]
+        kept = rows.tolist()
+        self._rows, self._ended = [self._rows[row] for row in kept], [self._ended[row] for row in kept]

@@ -8,13 +8,14 @@ Guarantees:
 - ``features`` may be called from several threads; what hooks collect is kept per thread.
 
 How attention gets in: transformers returns a four-dimensional mask to the layers as it is, so a registered attention
-function receives the block mask, or the documents' lengths, where other functions receive a mask.
+function receives the block mask, the documents' lengths, or a decoder's mask, where other functions receive a mask.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,8 @@ def packed_attention(
 
     Args:
         query: [1, N, T, D]; key, value: [1, Nkv, T, D].
-        attention_mask: a BlockMask; or int64 [1, 1, 1, documents], the documents' lengths, which sum to T.
+        attention_mask: a BlockMask; or int64 [1, 1, 1, documents], the documents' lengths, which sum to T; or what
+            ``grouped_attention`` takes, in floating point.
     Raises:
         ValueError: the model wants something done to its attention scores that this does not do.
     """
@@ -73,6 +75,8 @@ def packed_attention(
         raise ValueError(f"The target's attention has {', '.join(unknown)}; packed documents cannot: choose another.")
     if isinstance(attention_mask, BlockMask):
         return run_flex(_target_attention, query, key, value, attention_mask, scaling).transpose(1, 2), None
+    if attention_mask is not None and attention_mask.is_floating_point():
+        return grouped_attention(query, key, value, attention_mask, scaling).transpose(1, 2), None
     if attention_mask is None or attention_mask.dtype != torch.int64:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     groups = query.shape[1] // key.shape[1]
@@ -81,6 +85,23 @@ def packed_attention(
     documents = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
     parts = [F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling) for q, k, v in documents]
     return torch.cat(parts, dim=2).transpose(1, 2), None
+
+
+def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    """Attention in which the heads of a group are further queries over the one copy of the keys that they share.
+
+    With a mask, scaled_dot_product_attention wants a head of keys for each head of queries, hence a copy of the cache.
+
+    Args:
+        query: [R, N, L, D]; key, value: [R, Nkv, S, D].
+        mask: [R or 1, 1, N / Nkv * L, S], 0 or -inf; the groups' heads come one after the other.
+    Returns:
+        [R, N, L, D].
+    """
+    num_heads, length = query.shape[1:3]
+    grouped = query.reshape(len(query), key.shape[1], -1, query.shape[3])
+    out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
+    return out.reshape(len(query), num_heads, length, -1)
 
 
 AttentionInterface.register(ATTENTION, packed_attention)
@@ -209,23 +230,29 @@ class Target:
         out = torch.zeros(len(tokens), len(layer_ids), self.hidden_size, dtype=self.dtype, device=self.device)
         if num_valid == 0:
             return out.flatten(1)
-        self._collecting.into = {layer: out[:num_valid, place] for place, layer in enumerate(layer_ids)}
-        try:
+        with self.collecting({layer: out[:num_valid, place] for place, layer in enumerate(layer_ids)}):
             self.decoder(
                 input_ids=tokens[None, :num_valid],
                 position_ids=positions[None, :num_valid],
                 attention_mask=mask,
                 use_cache=False,
             )
+        return out.flatten(1)
+
+    @contextmanager
+    def collecting(self, into: Mapping[int, Tensor]) -> Iterator[None]:
+        """Copy the outputs of these layers, [rows * length, H], when this thread runs the decoder in the block."""
+        self._collecting.into = into
+        try:
+            yield
         finally:
             self._collecting.into = None
-        return out.flatten(1)
 
     def _collector(self, index: int) -> Callable[[nn.Module, Any, Any], None]:
         def collect(module: nn.Module, args: Any, output: Any) -> None:
-            into: dict[int, Tensor] | None = getattr(self._collecting, "into", None)
+            into: Mapping[int, Tensor] | None = getattr(self._collecting, "into", None)
             if into is not None and index in into:
-                into[index].copy_((output[0] if isinstance(output, tuple) else output)[0])
+                into[index].copy_((output[0] if isinstance(output, tuple) else output).flatten(0, 1))
 
         return collect
 

@@ -1,15 +1,23 @@
 """regenerate: answers are the target's own, made once, and kept when a run is interrupted."""
 
 import dataclasses
+import io
 import json
+import sys
 
 import pytest
 import torch
 
 from examples.dflash import generate
 from examples.dflash.config import InputError
-from examples.dflash.data import load_training_documents, load_training_prompts, read_records, render_prompt
-from examples.dflash.decode import decode
+from examples.dflash.data import (
+    answer_key,
+    load_training_documents,
+    load_training_prompts,
+    read_records,
+    render_prompt,
+)
+from examples.dflash.decode import BatchDecoder, decode
 
 from .models import tiny_target
 from .texts import CharTokenizer, conversation, tiny_run
@@ -79,13 +87,15 @@ def test_interrupted_run_goes_on_where_it_stopped(setup, monkeypatch):
     config = dataclasses.replace(config, decode_batch=2)
     calls = []
 
-    def failing(target, prompts, *args, **kwargs):
+    batched = BatchDecoder.decode
+
+    def failing(self, prompts, **kwargs):
         calls.append(len(prompts))
         if len(calls) in (3, 5):
             raise RuntimeError("pulled the plug")
-        return decode(target, prompts, *args, **kwargs)
+        return batched(self, prompts, **kwargs)
 
-    monkeypatch.setattr(generate, "decode", failing)
+    monkeypatch.setattr(BatchDecoder, "decode", failing)
     monkeypatch.setattr(generate.torch, "get_num_threads", lambda: 1)  # one thread, so that two batches come first
     with pytest.raises(ExceptionGroup) as caught:
         generate.main(config, say=quiet)
@@ -103,18 +113,107 @@ def test_interrupted_run_goes_on_where_it_stopped(setup, monkeypatch):
     assert len(load_training_documents(config, CharTokenizer(), 60, say=quiet)) == 10
 
 
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def test_sampled_answers_depend_on_the_seed_alone(setup):
     config, _ = setup
     hot = dataclasses.replace(config, temperature=1.5)
 
     def answers(config):
         path = generate.main(config, say=quiet)
-        records = [json.loads(line)["answer_tokens"] for line in path.read_text().splitlines()]
+        tokens = [record["answer_tokens"] for record in read(path)]
         path.unlink()
-        return records
+        return tokens
 
-    assert answers(hot) == answers(hot)
+    expected = answers(hot)
+    assert answers(hot) == expected
+    assert answers(dataclasses.replace(hot, decode_batch=7)) == expected
     assert answers(hot) != answers(dataclasses.replace(hot, seed=1))
+
+
+def test_further_samples_follow_the_first_answer_and_differ(setup):
+    config, _ = setup
+    plain = read(generate.main(config, say=quiet))
+    some = dataclasses.replace(config, num_samples=3, sample_temperature=1.5)
+    records = read(generate.main(some, say=quiet))
+    prompts = [conversation.prompt for conversation in load_training_prompts(config)]
+    assert [record["sample"] for record in records] == [0, 1, 2, 3] * 10
+    assert [record["key"] for record in records] == [answer_key(p, some, k) for p in prompts for k in range(4)]
+    assert [record["messages"][:-1] for record in records] == [prompt for prompt in prompts for _ in range(4)]
+    assert records[::4] == plain  # the first answers are kept, whatever is drawn beside them
+    for start in range(0, len(records), 4):
+        assert len({tuple(record["answer_tokens"]) for record in records[start : start + 4]}) == 4
+
+
+def test_samples_depend_on_seed_prompt_and_number_alone(setup):
+    config, _ = setup
+    some = dataclasses.replace(config, num_samples=2, sample_temperature=1.5)
+
+    def samples(config):
+        path = generate.main(config, say=quiet)
+        found = {(record["messages"][0]["content"], record["sample"]): record["answer_tokens"] for record in read(path)}
+        path.unlink()
+        return {place: tokens for place, tokens in found.items() if place[1]}
+
+    two = samples(some)
+    three = samples(dataclasses.replace(some, num_samples=3, decode_batch=7))
+    assert two == {place: tokens for place, tokens in three.items() if place[1] < 3}
+    assert samples(dataclasses.replace(some, num_held_out=4)).items() <= two.items()
+    other = samples(dataclasses.replace(some, seed=1))
+    assert all(other[place] != tokens for place, tokens in two.items())
+    assert samples(dataclasses.replace(some, sample_temperature=0.01)) != two
+
+
+def test_samples_are_made_where_they_alone_are_missing(setup, monkeypatch):
+    config, _ = setup
+    generate.main(config, say=quiet)
+    temperatures = []
+    batched = BatchDecoder.decode
+
+    def noted(self, prompts, **kwargs):
+        temperatures.extend([kwargs["temperature"]] * len(prompts))
+        return batched(self, prompts, **kwargs)
+
+    monkeypatch.setattr(BatchDecoder, "decode", noted)
+    generate.main(dataclasses.replace(config, num_samples=1, sample_temperature=0.9), say=quiet)
+    assert temperatures == [0.9] * 10
+
+
+def test_run_says_its_rate_and_how_many_answers_loop_or_were_cut(setup):
+    config, _ = setup
+    config = dataclasses.replace(config, max_new_tokens=60)
+    said = []
+    records = read(generate.main(config, say=said.append))
+    answers = [record["answer_tokens"] for record in records]
+    cut = sum(len(answer) == 60 and answer[-1] != 2 for answer in answers)
+    looping = sum(map(generate.loops, answers))
+    assert 0 < cut <= 10
+    assert looping > 0
+    assert said[-1] == (
+        f"regenerate: of 10 answers {looping / 10:.1%} loop, and {cut / 10:.1%} were cut at --max-new-tokens 60"
+    )
+    assert f"10 answers of {sum(map(len, answers)):,} tokens in" in said[-2]
+    assert any(line.startswith("regenerate: 3 of 10 answers, ") for line in said)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(setup, monkeypatch, capsys):
+    config, _ = setup
+    generate.main(config)
+    assert "regenerate: 10 of 10 answers, " in capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    generate.main(dataclasses.replace(config, max_new_tokens=13))
+    shown = sys.stdout.getvalue()
+    assert "10/10" in shown
+    assert "\x1b[" in shown
+    assert "10 of 10 answers, " not in shown
 
 
 def test_prompt_beyond_the_targets_positions_is_named(setup):
