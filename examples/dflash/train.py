@@ -37,7 +37,7 @@ from .metrics import Reporter
 from .pipeline import Pipeline, PipelineEnded, Rings, Topology
 from .plan import GIB, describe_needs, drafter_config, estimate, topology
 from .replicas import Replica, ReplicaLost
-from .step import COMPUTE_DTYPES, DrafterStep
+from .step import COMPUTE_DTYPES, DrafterStep, target_specs
 from .target import Target, load_target
 from .trainer import Run, Trainer, compiles
 
@@ -119,10 +119,11 @@ def train_on(
     with ExitStack() as stack:
         stack.callback(reporter.close)
         stack.enter_context(_memory_advice(config, first, parameters, devices))
-        for target in targets.values():
-            target.drop_layers_after(max(drafter.target_layer_ids))
-        features = graphsafe.Spec((config.token_budget, len(drafter.target_layer_ids) * drafter.hidden_size), dtype)
-        pipeline = Pipeline(Rings(devices, packing.batch_specs(config), features, config.ring_depth), stop)
+        if config.labels == "data":
+            for target in targets.values():
+                target.drop_layers_after(max(drafter.target_layer_ids))
+        rings = Rings(devices, packing.batch_specs(config), target_specs(config, drafter), config.ring_depth)
+        pipeline = Pipeline(rings, stop)
         run = Run(
             config=config,
             devices=devices,
@@ -145,10 +146,11 @@ def train_on(
             with graphsafe.WorkerGroup(timeout=END_TIMEOUT_S) as group:
                 empty = packing.empty_batch(config)
                 group.spawn(partial(_guarded, pipeline, pipeline.read, source, empty), device="cpu", name="reader")
+                label_chunk = config.loss_chunk if config.labels == "target" else None
                 for number, device in enumerate(devices.targets):
-                    target = targets[device]
-                    cached = FeatureSource(target, drafter.target_layer_ids, int(config.cache_features * GIB))
-                    body = partial(_guarded, pipeline, _target_body, run, number, target, cached)
+                    target, cache_bytes = targets[device], int(config.cache_features * GIB)
+                    cached = FeatureSource(target, drafter.target_layer_ids, cache_bytes, label_chunk)
+                    body = partial(_guarded, pipeline, _target_body, run, number, cached)
                     group.spawn(body, device=device, name=f"target-{number}")
                 for number, device in enumerate(devices.drafters):
                     seed = config.seed + number
@@ -181,14 +183,10 @@ def _guarded(pipeline: Pipeline, function: Callable[..., None], *args: Any) -> N
     pipeline.guard(partial(function, *args), PipelineEnded)
 
 
-def _target_body(run: Run, number: int, target: Target, source: FeatureSource) -> None:
-    config, device = run.config, run.devices.targets[number]
+def _target_body(run: Run, number: int, source: FeatureSource) -> None:
     if len(run.devices.drafters) > 1:  # see DrafterStep.warm_up
-        padding = {name: tensor.to(device) for name, tensor in packing.empty_batch(config).items()}
-        with graphsafe.current_context(device).eager(rng=False):
-            target.features(
-                padding["tokens"], padding["document_ids"], padding["positions"], run.drafter.target_layer_ids
-            )
+        with graphsafe.current_context(run.devices.targets[number]).eager(rng=False):
+            source.compute(packing.empty_batch(run.config))
         run.pipeline.meet()
     run.pipeline.run_target(number, source)
 
@@ -220,10 +218,9 @@ def _drafter_body(run: Run, number: int, stack: ExitStack) -> None:
 
 def _padding(run: Run, device: torch.device) -> dict[str, Tensor]:
     """A slot's tensors for a batch of padding."""
-    width = len(run.drafter.target_layer_ids) * run.drafter.hidden_size
-    dtype = COMPUTE_DTYPES[run.config.dtype]
     batch = {name: tensor.to(device) for name, tensor in packing.empty_batch(run.config).items()}
-    return batch | {"features": torch.zeros(run.config.token_budget, width, dtype=dtype, device=device)}
+    specs = target_specs(run.config, run.drafter)
+    return batch | {name: torch.zeros(spec.shape, dtype=spec.dtype, device=device) for name, spec in specs.items()}
 
 
 class _Signals:
