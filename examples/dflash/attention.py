@@ -123,8 +123,8 @@ class Intervals:
 def _bounds(bound: Tensor, group: int, part: int) -> tuple[Tensor, Tensor]:
     """The lowest and the highest bound in every ``part`` queries of the groups, each [parts, 1]."""
     if bound.dim() == 1:
-        same = bound if part == group else bound.repeat_interleave(group // part)
-        return same[:, None], same[:, None]
+        same = (bound if part == group else bound.repeat_interleave(group // part))[:, None]
+        return same, same
     parts = bound.reshape(-1, part)
     return parts.amin(1, keepdim=True), parts.amax(1, keepdim=True)
 

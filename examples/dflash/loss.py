@@ -180,6 +180,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(gradient[:num_positions])
         correct = correct[:num_positions]
         ctx.mark_non_differentiable(correct, total_weight)
+        ctx.set_materialize_grads(False)  # no zeros for those two
         return loss, correct, total_weight
 
     @staticmethod
