@@ -2,6 +2,8 @@
 
 A block sees the context of its own document that lies before its anchor (strictly: at inference the anchor's features
 do not exist yet), and its own slots in both directions. Nothing else: no other block, no other document, no padding.
+In a sliding layer of window W a slot sees itself and the W - 1 tokens before it, context and own slots alike, and no
+later slot: that is how vLLM and SGLang serve such layers.
 
 Guarantees:
 - Masks are built on the device from tensors, with fixed shapes and no wait for the device; they can be captured.
@@ -14,6 +16,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -60,8 +63,10 @@ class Intervals:
     """Who sees whom, where each query sees intervals of keys: [start, end), empty where start >= end.
 
     Attributes:
-        starts, ends: of each interval, one a group of queries: lists of [G] int64 on the device.
-        group: consecutive queries that see the same.
+        starts, ends: of each interval, int64 on the device: all [G], where the queries of a group see the same, or all
+            [G, group], where each has its own. Such a group's must make up one interval over any consecutive queries
+            of it, so that its tiles follow from the outermost bounds.
+        group: consecutive queries.
         num_keys: how many keys there are.
     """
 
@@ -79,19 +84,15 @@ class Intervals:
         Sync: none; fixed shapes.
         """
         size, device = TILE, self.starts[0].device
-        starts, ends, group = self.starts, self.ends, self.group
-        if size % group != 0:  # a tile would cut a group in two
-            starts = tuple(start.repeat_interleave(group) for start in starts)
-            ends = tuple(end.repeat_interleave(group) for end in ends)
-            group = 1
-        num_queries = len(starts[0]) * group
+        group = math.gcd(size, self.group)  # smaller ones where a tile would cut a group in two
+        num_queries = len(self.starts[0]) * self.group
         first_key = torch.arange(0, self.num_keys, size, device=device)
         after_key = first_key + size
         touched = covered = torch.zeros((), dtype=torch.bool, device=device)
-        for start, end in zip(starts, ends, strict=True):
-            start, end = start[:, None], end[:, None]
-            touched = touched | ((start < after_key) & (end > first_key) & (start < end))
-            covered = covered | ((start <= first_key) & (end >= after_key))
+        for start, end in zip(self.starts, self.ends, strict=True):
+            (lowest, latest), (soonest, highest) = _bounds(start, self.group, group), _bounds(end, self.group, group)
+            touched = touched | ((lowest < after_key) & (highest > first_key) & (lowest < highest))
+            covered = covered | ((latest <= first_key) & (soonest >= after_key))
         groups_a_tile = size // group
         missing = -len(touched) % groups_a_tile
         # Queries that are not there touch nothing, and do not stand in the way of a tile that all others cover.
@@ -106,16 +107,26 @@ class Intervals:
         )
 
     def _mask_mod(self) -> Callable[..., Tensor]:
-        starts, ends, group = self.starts, self.ends, self.group
+        starts, ends = (tuple(bound.flatten() for bound in bounds) for bounds in (self.starts, self.ends))
+        each = self.group if self.starts[0].dim() == 1 else 1  # queries that have one bound
 
         def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            row = query // group
+            row = query // each
             seen = (key >= starts[0][row]) & (key < ends[0][row])
             for start, end in zip(starts[1:], ends[1:], strict=True):
                 seen = seen | ((key >= start[row]) & (key < end[row]))
             return seen
 
         return visible
+
+
+def _bounds(bound: Tensor, group: int, part: int) -> tuple[Tensor, Tensor]:
+    """The lowest and the highest bound in every ``part`` queries of the groups, each [parts, 1]."""
+    if bound.dim() == 1:
+        same = (bound if part == group else bound.repeat_interleave(group // part))[:, None]
+        return same, same
+    parts = bound.reshape(-1, part)
+    return parts.amin(1, keepdim=True), parts.amax(1, keepdim=True)
 
 
 def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,13 +146,19 @@ def _drafter_attention(*args: Any, **kwargs: Any) -> Any:
     return flex_attention(*args, **kwargs)
 
 
+def _sliding_attention(*args: Any, **kwargs: Any) -> Any:
+    return flex_attention(*args, **kwargs)
+
+
 def _anchor_documents(anchors: Tensor, anchor_valid: Tensor, document_ids: Tensor) -> Tensor:
     """Each block's document [A]; -2, which no token has, where the block is padding."""
     documents = document_ids[anchors]
     return torch.where(anchor_valid & (documents >= 0), documents, -2)
 
 
-def flex_mask(anchors: Tensor, anchor_valid: Tensor, document_ids: Tensor, block_size: int) -> BlockMask:
+def flex_mask(
+    anchors: Tensor, anchor_valid: Tensor, document_ids: Tensor, block_size: int, window: int | None = None
+) -> BlockMask:
     """The mask of a packed row for flex_attention, over keys [context, slots of all blocks].
 
     Args:
@@ -149,20 +166,31 @@ def flex_mask(anchors: Tensor, anchor_valid: Tensor, document_ids: Tensor, block
         anchor_valid: [A] bool.
         document_ids: [T] int64, negative where padding.
         block_size: slots of a block.
+        window: W of a sliding layer; None: a full one.
     """
     num_context, num_slots = len(document_ids), len(anchors) * block_size
     real = anchor_valid & (document_ids[anchors] >= 0)
     first_slot = num_context + torch.arange(0, num_slots, block_size, device=document_ids.device)
-    return Intervals(
-        starts=(document_starts(document_ids)[anchors], first_slot),
-        ends=(torch.where(real, anchors, 0), first_slot + block_size),  # the context strictly before; the own slots
-        group=block_size,
-        num_keys=num_context + num_slots,
-    ).block_mask()
+    first_token, after_context = document_starts(document_ids)[anchors], torch.where(real, anchors, 0)
+    starts, ends = (first_token, first_slot), (after_context, first_slot + block_size)  # the context strictly before
+    if window is not None:
+        slots = torch.arange(block_size, device=document_ids.device)
+        lowest = slots - (window - 1)  # what a slot sees first, from its block's anchor
+        starts = (
+            torch.maximum(first_token[:, None], anchors[:, None] + lowest),
+            first_slot[:, None] + lowest.clamp(min=0),
+        )
+        ends = after_context[:, None].expand(-1, block_size), first_slot[:, None] + slots + 1
+    return Intervals(starts, ends, group=block_size, num_keys=num_context + num_slots).block_mask()
 
 
 def sdpa_mask(
-    anchors: Tensor, anchor_valid: Tensor, document_ids: Tensor, block_size: int, blocks_a_row: int | None = None
+    anchors: Tensor,
+    anchor_valid: Tensor,
+    document_ids: Tensor,
+    block_size: int,
+    window: int | None = None,
+    blocks_a_row: int | None = None,
 ) -> Tensor:
     """The same mask for scaled_dot_product_attention: blocks in rows, over keys [context, slots of the row's blocks].
 
@@ -171,6 +199,7 @@ def sdpa_mask(
         anchor_valid: [A] bool.
         document_ids: [T] int64, negative where padding.
         block_size: slots of a block.
+        window: W of a sliding layer; None: a full one.
         blocks_a_row: a divisor of A. None: the largest up to ``SDPA_BLOCKS_A_ROW``.
     Returns:
         bool [rows, 1, blocks_a_row * block_size, T + blocks_a_row * block_size].
@@ -179,19 +208,42 @@ def sdpa_mask(
         blocks_a_row = max(n for n in range(1, SDPA_BLOCKS_A_ROW + 1) if len(anchors) % n == 0)
     num_context, device = len(document_ids), document_ids.device
     anchor_documents = _anchor_documents(anchors, anchor_valid, document_ids)
-    before_anchor = torch.arange(num_context, device=device) < anchors[:, None]
-    context = before_anchor & (document_ids == anchor_documents[:, None])
-    context = context.repeat_interleave(block_size, dim=0).view(-1, 1, blocks_a_row * block_size, num_context)
+    places = torch.arange(num_context, device=device)
+    context = (places < anchors[:, None]) & (document_ids == anchor_documents[:, None])
+    context = context.repeat_interleave(block_size, dim=0)
     blocks = torch.arange(blocks_a_row, device=device).repeat_interleave(block_size)
-    own = (blocks[:, None] == blocks).expand(len(context), 1, -1, -1)
-    return torch.cat([context, own], dim=-1)
+    own = blocks[:, None] == blocks
+    if window is not None:
+        slots = torch.arange(block_size, device=device)
+        own = own & _in_window(slots.repeat(blocks_a_row), slots.repeat(blocks_a_row), window)
+        context = context & _in_window((anchors[:, None] + slots).flatten(), places, window)
+    context = context.view(-1, 1, blocks_a_row * block_size, num_context)
+    return torch.cat([context, own.expand(len(context), 1, -1, -1)], dim=-1)
 
 
-def cache_mask(lengths: Tensor, num_cached: int, block_size: int) -> Tensor:
-    """The mask [R, 1, B, num_cached + B] of one block a row over the first ``lengths`` [R] cached keys and itself."""
+def _in_window(queries: Tensor, keys: Tensor, window: int) -> Tensor:
+    """Whether a key [..., K] is at a query's place [..., Q] or up to ``window - 1`` places before it: [..., Q, K]."""
+    queries, keys = queries[..., :, None], keys[..., None, :]
+    return (keys <= queries) & (keys > queries - window)
+
+
+def cache_mask(lengths: Tensor, num_cached: int, block_size: int, window: int | None = None) -> Tensor:
+    """The mask [R, 1, B, num_cached + B] of one block a row over the first ``lengths`` [R] cached keys and itself.
+
+    Args:
+        lengths: the cached keys are those of all tokens before the block, in order.
+        num_cached: places of the cache; the last one holds what is not valid.
+        block_size: slots of a block.
+        window: W of a sliding layer; None: a full one.
+    """
     places = torch.arange(num_cached, device=lengths.device)
-    cached = places < lengths.clamp(max=num_cached - 1)[:, None]  # the last place holds what is not valid
-    return F.pad(cached, (0, block_size), value=True)[:, None, None].expand(-1, 1, block_size, -1)
+    cached = places < lengths.clamp(max=num_cached - 1)[:, None]
+    if window is None:
+        return F.pad(cached, (0, block_size), value=True)[:, None, None].expand(-1, 1, block_size, -1)
+    slots = torch.arange(block_size, device=lengths.device)
+    cached = cached[:, None] & _in_window(lengths[:, None] + slots, places, window)
+    own = _in_window(slots, slots, window).expand(len(lengths), -1, -1)
+    return torch.cat([cached, own], dim=-1)[:, None]
 
 
 def num_rows(mask: AttentionMask) -> int:
@@ -199,7 +251,14 @@ def num_rows(mask: AttentionMask) -> int:
     return mask.shape[0]
 
 
-def attend(queries: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], mask: AttentionMask) -> Tensor:
+def attend(
+    queries: Tensor,
+    context: tuple[Tensor, Tensor],
+    own: tuple[Tensor, Tensor],
+    mask: AttentionMask,
+    *,
+    sliding: bool = False,
+) -> Tensor:
     """Attention of block slots over the context and over the slots of their row.
 
     Args:
@@ -207,13 +266,14 @@ def attend(queries: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, T
         context: keys and values, each [R or 1, Nkv, T, D].
         own: keys and values of the slots, each [R, Nkv, length, D].
         mask: for R rows.
+        sliding: whether the mask has a window: its flex_attention is then compiled as a function of its own.
     Returns:
         [R, N, length, D].
     """
     rows = len(queries)
     keys, values = (torch.cat([a.expand(rows, -1, -1, -1), b], dim=2) for a, b in zip(context, own, strict=True))
     if isinstance(mask, BlockMask):
-        return run_flex(_drafter_attention, queries, keys, values, mask)
+        return run_flex(_sliding_attention if sliding else _drafter_attention, queries, keys, values, mask)
     groups = queries.shape[1] // keys.shape[1]
     keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
     return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)

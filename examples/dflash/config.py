@@ -108,7 +108,8 @@ class Config:
     warmup_ratio: float = 0.04
     """Share of the steps over which the learning rate rises."""
     schedule: Literal["cosine", "wsd"] = "cosine"
-    """After the warm-up: fall along a cosine, or stay (stable) and fall to 0 over the last --cooldown-ratio."""
+    """After the warm-up: fall along a cosine, or stay and fall to 0 over the last --cooldown-ratio (warm-up, stable,
+    decay), as 1 - sqrt."""
     cooldown_ratio: float = 0.2
     """Share of the steps over which the wsd schedule falls at its end."""
     max_grad_norm: float = 1.0
@@ -261,6 +262,16 @@ def _validate(config: Config) -> None:
         require(getattr(config, name) >= 0, name, "0 or more")
     require(0 <= config.dpace_smoothing < 1, "dpace_smoothing", "at least 0 and below 1")
     require(0 < config.cooldown_ratio <= 1, "cooldown_ratio", "above 0 and at most 1")
+    require(
+        config.schedule != "wsd" or config.warmup_ratio + config.cooldown_ratio <= 1,
+        "cooldown_ratio",
+        f"at most what the warm-up leaves, with --warmup-ratio {config.warmup_ratio}",
+    )
+    require(
+        config.sliding_window is None or config.num_full_layers < config.num_layers,
+        "num_full_layers",
+        f"below the number of layers, which is {config.num_layers}, or --sliding-window would be of no layer",
+    )
     require(config.block_size >= 2, "block_size", "at least 2: the anchor and one drafted token")
     require(0 <= config.warmup_ratio < 1, "warmup_ratio", "at least 0 and below 1")
     require(config.mask_token_id is None or config.mask_token_id >= 0, "mask_token_id", "a token id, or left out")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .target import Target, TargetShape
 
 INIT_STD = 0.02  # of every matrix, as in Qwen3
+FULL, SLIDING = "full_attention", "sliding_attention"  # types of layers, in the words of transformers
 
 
 @dataclass(frozen=True)
@@ -60,14 +61,21 @@ class DrafterConfig:
             raise ValueError(f"{self.num_heads} heads cannot share {self.num_kv_heads} key/value heads evenly.")
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"mask_token_id {self.mask_token_id} is no row of an embedding of {self.vocab_size} rows.")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(f"A window of {self.sliding_window} tokens has no room for the token itself.")
         if any(not 0 <= layer < self.num_target_layers for layer in self.target_layer_ids):
             raise ValueError(f"The target has layers 0 to {self.num_target_layers - 1}, not {self.target_layer_ids}.")
 
     @property
     def layer_types(self) -> tuple[str, ...]:
-        """Of each layer, in the words of transformers: ``sliding_attention`` or ``full_attention``."""
+        """Of each layer: ``SLIDING`` or ``FULL``."""
         num_sliding = max(0, self.num_layers - self.num_full_layers) if self.sliding_window is not None else 0
-        return ("sliding_attention",) * num_sliding + ("full_attention",) * (self.num_layers - num_sliding)
+        return (SLIDING,) * num_sliding + (FULL,) * (self.num_layers - num_sliding)
+
+    @property
+    def windows(self) -> dict[str, int | None]:
+        """The window of each type of layer that the drafter has; None of full ones. Each needs a mask of its own."""
+        return {kind: self.sliding_window if kind == SLIDING else None for kind in dict.fromkeys(self.layer_types)}
 
     @classmethod
     def from_target(
@@ -79,8 +87,10 @@ class DrafterConfig:
         num_features: int = 5,
         intermediate_size: int | None = None,
         mask_token_id: int | None = None,
+        sliding_window: int | None = None,
+        num_full_layers: int = 1,
     ) -> DrafterConfig:
-        """The shape that follows the target's. None: the target's own intermediate size and known mask token.
+        """The shape that follows the target's. None: the target's own width and known mask token; no window.
 
         Raises:
             ValueError: no mask token is known for this target, and none is given.
@@ -104,6 +114,8 @@ class DrafterConfig:
             target_layer_ids=target_layer_ids(target.num_layers, num_features),
             vocab_size=target.vocab_size,
             num_target_layers=target.num_layers,
+            sliding_window=sliding_window,
+            num_full_layers=num_full_layers,
         )
 
 
@@ -152,10 +164,11 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 class Attention(nn.Module):
     """Queries of the blocks over the keys of the context and of the block itself."""
 
-    def __init__(self, config: DrafterConfig) -> None:
+    def __init__(self, config: DrafterConfig, layer_type: str) -> None:
         super().__init__()
         hidden, size = config.hidden_size, config.head_dim
         self.head_dim = size
+        self.sliding = layer_type == SLIDING
         self.q_proj = Linear(hidden, config.num_heads * size)
         self.k_proj = Linear(hidden, config.num_kv_heads * size)
         self.v_proj = Linear(hidden, config.num_kv_heads * size)
@@ -171,7 +184,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: Rope, context: tuple[Tensor, Tensor], mask: AttentionMask) -> Tensor:
         queries = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), rope).transpose(1, 2)
-        out = attend(queries, context, self.keys_values(x, rope), mask)
+        out = attend(queries, context, self.keys_values(x, rope), mask, sliding=self.sliding)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -191,10 +204,10 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """A pre-norm layer. The context reaches keys and values as it is, not through ``input_layernorm``."""
 
-    def __init__(self, config: DrafterConfig) -> None:
+    def __init__(self, config: DrafterConfig, layer_type: str) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, layer_type)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
@@ -235,7 +248,7 @@ class Drafter(nn.Module):
         self.gradient_checkpointing = gradient_checkpointing
         self.fc = Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(Layer(config, layer_type) for layer_type in config.layer_types)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
@@ -257,7 +270,7 @@ class Drafter(nn.Module):
         block_embeddings: Tensor,
         positions: Tensor,
         block_positions: Tensor,
-        mask: AttentionMask,
+        mask: AttentionMask | Mapping[str, AttentionMask],
     ) -> Tensor:
         """Hidden states of every block's slots, for the target's head.
 
@@ -266,22 +279,25 @@ class Drafter(nn.Module):
             block_embeddings: [A, B, H], the target's embeddings of the anchor and of the mask token.
             positions: [T] int64, of the context tokens in their documents.
             block_positions: [A, B] int64: the anchor's position + slot.
-            mask: from ``attention.flex_mask`` or ``attention.sdpa_mask``, for the same anchors.
+            mask: by type of layer, for those of ``config.windows``, each from ``attention.flex_mask`` or each from
+                ``attention.sdpa_mask``, for the same anchors. One alone: that of full layers.
         Returns:
             [A, B, H] in the dtype of ``block_embeddings``, in which all runs.
         """
         num_anchors, block_size, hidden = block_embeddings.shape
         context = self.context(features.to(block_embeddings.dtype))[None]
         context_rope = self.rope(positions[None])
-        rows = num_rows(mask)
+        masks: Mapping[str, AttentionMask] = mask if isinstance(mask, Mapping) else {FULL: mask}
+        rows = num_rows(next(iter(masks.values())))
         x = block_embeddings.reshape(rows, -1, hidden)
         rope = self.rope(block_positions.reshape(rows, -1))
-        for layer in self.layers:
+        for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
             run: Callable[..., Any] = layer.train_forward  # type: ignore[assignment]
+            args = (x, rope, context, context_rope, masks[layer_type])
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(run, x, rope, context, context_rope, mask, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = run(x, rope, context, context_rope, mask)
+                x = run(*args)
         return self.norm(x).view(num_anchors, block_size, hidden)
 
     def new_cache(
@@ -322,14 +338,16 @@ class Drafter(nn.Module):
         """Hidden states [R, B, H] of one block a row, over that row's context. The cache stays as it is.
 
         Args:
-            cache: of R rows.
+            cache: of R rows, each with all tokens before its block.
             block_embeddings: [R, B, H], of the last token that is known and of the mask token.
             positions: [R, B] int64.
         """
-        mask = cache_mask(cache.lengths, cache.max_context + 1, block_embeddings.shape[1])
+        size = cache.max_context + 1, block_embeddings.shape[1]
+        masks = {kind: cache_mask(cache.lengths, *size, window) for kind, window in self.config.windows.items()}
         x, rope = block_embeddings.to(cache.keys[0].dtype), self.rope(positions)
-        for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
-            x = layer(x, rope, (keys, values), mask)
+        layers = zip(self.layers, self.config.layer_types, cache.keys, cache.values, strict=True)
+        for layer, layer_type, keys, values in layers:
+            x = layer(x, rope, (keys, values), masks[layer_type])
         return self.norm(x)
 
 

@@ -1,7 +1,10 @@
-"""Features of a packed row from a target, or from a cache of those of its documents.
+"""What a target says to a packed row, or what a cache holds of it for the row's documents.
+
+Each is a tensor with a name: "features" [T, K*H] and, where they are wanted, "target_tokens" [T] int64 (at p the token
+that the target holds most likely to follow the one at p).
 
 Guarantees:
-- A cached document's features are the ones the target gave, bit for bit; a document is known by its tokens, and a
+- A cached document's tensors are the ones the target gave, bit for bit; a document is known by its tokens, and a
   target is document-causal, so its neighbours in the row do not matter.
 - What the cache does not hold is computed.
 """
@@ -18,58 +21,85 @@ from .target import Target
 
 
 class FeatureSource:
-    """Computes features of batches on the target's device, or finds them.
+    """Computes what the target says to batches on the target's device, or finds it.
 
     Args:
-        target: the model; its ``features`` does the work.
+        target: the model; its ``features`` or ``features_and_tokens`` does the work.
         layer_ids: the K layers.
-        cache: from ``feature_cache.feature_cache``; entries have the name "features".
+        cache: from ``feature_cache.feature_cache``; a document's entry has tensors of the same names.
+        label_chunk: find the target's most likely tokens too, with logits of so many positions at once; None: do not.
     """
 
-    def __init__(self, target: Target, layer_ids: tuple[int, ...], cache: FeatureCache | None = None) -> None:
-        self.target, self.layer_ids, self.cache = target, layer_ids, cache
+    def __init__(
+        self,
+        target: Target,
+        layer_ids: tuple[int, ...],
+        cache: FeatureCache | None = None,
+        label_chunk: int | None = None,
+    ) -> None:
+        self.target, self.layer_ids, self.cache, self.label_chunk = target, layer_ids, cache, label_chunk
 
-    def __call__(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Features [T, K*H] of a batch of CPU tensors. Padding's are zero, or mean nothing.
+    def __call__(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors, by name, for a batch of CPU tensors. Padding's are zero, or mean nothing.
 
         Sync: with a cache, on CUDA, waits for what it keeps; otherwise none.
         """
         if self.cache is None:
-            return self._compute(batch)
+            return self.compute(batch)
         document_ids = batch["document_ids"]
         lengths = torch.unique_consecutive(document_ids[document_ids >= 0], return_counts=True)[1].tolist()
-        num_valid = sum(lengths)
-        documents = batch["tokens"][:num_valid].split(lengths)
-        entries = [self.cache.get(tokens) for tokens in documents]
-        found = [None if entry is None else entry["features"] for entry in entries]
-        if any(features is None for features in found):
-            computed = self._compute_missing(batch, lengths, found)
-            for tokens, features, former in zip(documents, computed, found, strict=True):
+        documents = batch["tokens"][: sum(lengths)].split(lengths)
+        found = [self._find(tokens) for tokens in documents]
+        if any(entry is None for entry in found):
+            entries = self._compute_missing(batch, lengths, found)
+            for tokens, entry, former in zip(documents, entries, found, strict=True):
                 if former is None:
-                    self.cache.put(tokens, {"features": features})
+                    self.cache.put(tokens, entry)
         else:
-            computed = [features for features in found if features is not None]
-        width = len(self.layer_ids) * self.target.hidden_size
-        row = torch.zeros(len(document_ids), width, dtype=self.target.dtype, device=self.target.device)
-        for features, place in zip(computed, row[:num_valid].split(lengths), strict=True):
-            place.copy_(features)
+            entries = [entry for entry in found if entry is not None]
+        row = self._zeros(len(document_ids))
+        for name, tensor in row.items():
+            for entry, place in zip(entries, tensor[: sum(lengths)].split(lengths), strict=True):
+                place.copy_(entry[name])
         return row
 
-    def _compute(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def compute(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The same, whatever the cache holds."""
         names, device = ("tokens", "document_ids", "positions"), self.target.device
-        tensors = (batch[name].to(device, non_blocking=True) for name in names)
-        return self.target.features(*tensors, self.layer_ids)
+        tokens, document_ids, positions = (batch[name].to(device, non_blocking=True) for name in names)
+        if self.label_chunk is None:
+            return {"features": self.target.features(tokens, document_ids, positions, self.layer_ids)}
+        features, target_tokens = self.target.features_and_tokens(
+            tokens, document_ids, positions, self.layer_ids, self.label_chunk
+        )
+        return {"features": features, "target_tokens": target_tokens}
+
+    def _zeros(self, length: int) -> dict[str, Tensor]:
+        target, width = self.target, len(self.layer_ids) * self.target.hidden_size
+        row = {"features": torch.zeros(length, width, dtype=target.dtype, device=target.device)}
+        if self.label_chunk is not None:
+            row["target_tokens"] = torch.zeros(length, dtype=torch.int64, device=target.device)
+        return row
+
+    def _find(self, tokens: Tensor) -> Mapping[str, Tensor] | None:
+        entry = None if self.cache is None else self.cache.get(tokens)
+        return entry if self.label_chunk is None or (entry is not None and "target_tokens" in entry) else None
 
     def _compute_missing(
-        self, batch: Mapping[str, Tensor], lengths: list[int], found: list[Tensor | None]
-    ) -> list[Tensor]:
-        """All documents' features: on CUDA the whole row is computed, on the CPU only the documents not found."""
-        num_valid = sum(lengths)
+        self, batch: Mapping[str, Tensor], lengths: list[int], found: list[Mapping[str, Tensor] | None]
+    ) -> list[Mapping[str, Tensor]]:
+        """All documents' tensors: on CUDA the whole row is computed, on the CPU only the documents not found."""
         if self.target.device.type == "cuda":
-            return list(self._compute(batch)[:num_valid].split(lengths))
-        missing = torch.tensor([features is None for features in found])
+            return _by_document(self.compute(batch), lengths)
+        missing = torch.tensor([entry is None for entry in found])
         kept = missing.repeat_interleave(torch.tensor(lengths)).nonzero().flatten()
         part = {name: batch[name][kept] for name in ("tokens", "document_ids", "positions")}
-        missing_lengths = [n for n, features in zip(lengths, found, strict=True) if features is None]
-        fresh = iter(self._compute(part).split(missing_lengths))
-        return [next(fresh) if features is None else features for features in found]
+        missing_lengths = [n for n, entry in zip(lengths, found, strict=True) if entry is None]
+        fresh = iter(_by_document(self.compute(part), missing_lengths))
+        return [next(fresh) if entry is None else entry for entry in found]
+
+
+def _by_document(tensors: Mapping[str, Tensor], lengths: list[int]) -> list[Mapping[str, Tensor]]:
+    """Each document's part of a row's tensors; padding is left out."""
+    parts = [tensor[: sum(lengths)].split(lengths) for tensor in tensors.values()]
+    return [dict(zip(tensors, entry, strict=True)) for entry in zip(*parts, strict=True)]

@@ -61,6 +61,8 @@ def drafter_config(config: Config, shape: TargetShape) -> DrafterConfig:
             num_features=config.num_features,
             intermediate_size=config.intermediate_size,
             mask_token_id=config.mask_token_id,
+            sliding_window=config.sliding_window,
+            num_full_layers=config.num_full_layers,
         )
     except ValueError as exc:
         raise InputError(str(exc)) from exc

@@ -59,14 +59,16 @@ class Rings:
     Args:
         topology: of the pipeline.
         batch_specs: of a batch's tensors.
-        features: of a batch's features.
+        target_specs: of what a target adds to a batch: its features, and what else its ``source`` returns.
         depth: slots that a target has for batches, and at least that a drafter has for features.
     """
 
-    def __init__(self, topology: Topology, batch_specs: Mapping[str, Spec], features: Spec, depth: int) -> None:
+    def __init__(
+        self, topology: Topology, batch_specs: Mapping[str, Spec], target_specs: Mapping[str, Spec], depth: int
+    ) -> None:
         self.topology = topology
         self.batches = [BufferRing(batch_specs, depth, "cpu") for _ in topology.targets]
-        specs = {**batch_specs, "features": features}
+        specs = {**batch_specs, **target_specs}
         self.features = {
             (t, d): BufferRing(specs, topology.depth(d, depth), topology.drafters[d]) for t, d in topology.pairs()
         }
@@ -200,12 +202,12 @@ class Pipeline:
         for ring in self.rings.batches:
             ring.close()
 
-    def run_target(self, number: int, source: Callable[[Mapping[str, Tensor]], Tensor]) -> None:
+    def run_target(self, number: int, source: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> None:
         """A target thread's loop: features for each of its batches, until there are no more.
 
         Args:
             number: the target's.
-            source: features [T, K*H] of a batch of CPU tensors, on the target's device.
+            source: what the target adds to a batch of CPU tensors, by name, on the target's device.
         """
         num_targets, num_drafters = len(self.topology.targets), len(self.topology.drafters)
         device = self.topology.targets[number]
@@ -216,9 +218,9 @@ class Pipeline:
             while True:
                 with self.rings.batches[number].consume() as batch:
                     with context.eager(rng=False):
-                        features = source(batch)
+                        added = source(batch)
                     with self.rings.features[number, index % num_drafters].produce() as slot:
-                        slot.load({**batch, "features": features})
+                        slot.load({**batch, **added})
                 pace.step()
                 index += num_targets
         for (target, _), ring in self.rings.features.items():

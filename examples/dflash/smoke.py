@@ -17,7 +17,7 @@ from .config import Config, InputError
 from .drafter import Drafter
 from .plan import GIB, describe_needs, drafter_config, drafter_needs, read_shape, topology
 from .replicas import Replica
-from .step import COMPUTE_DTYPES, NUM_WARMUP_STEPS, DrafterStep
+from .step import COMPUTE_DTYPES, NUM_WARMUP_STEPS, DrafterStep, target_specs
 
 NUM_WARM_STEPS = NUM_WARMUP_STEPS + 3  # and the capture
 NUM_STEPS = 10
@@ -51,12 +51,13 @@ def smoke(config: Config) -> int:
             head = (0.02 * torch.randn(shape.vocab_size, shape.hidden_size, generator=generator)).to(device, dtype)
             model = Drafter(drafter, seed=config.seed, gradient_checkpointing=config.gradient_checkpointing).to(device)
             step = DrafterStep(model, head, head, config, NUM_WARM_STEPS + NUM_STEPS, Replica(0, 1, device, None))
-            specs = {**batch_specs(config), "features": graphsafe.Spec((config.token_budget, width), dtype)}
-            slot = graphsafe.StaticBuffers(specs, device)
+            slot = graphsafe.StaticBuffers({**batch_specs(config), **target_specs(config, drafter)}, device)
             memory, losses = [], []
             for index in range(NUM_WARM_STEPS + NUM_STEPS):
                 batch = random_batch(config, shape.vocab_size, generator)
                 features = torch.randn(config.token_budget, width, generator=generator).to(dtype)
+                if config.labels == "target":
+                    batch["target_tokens"] = batch["tokens"].roll(-1)
                 slot.load({**batch, "features": features})
                 context.synchronize()
                 start = time.monotonic()

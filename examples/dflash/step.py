@@ -18,7 +18,7 @@ import graphsafe
 
 from .attention import AttentionMask, flex_mask, sdpa_mask
 from .config import Config, InputError
-from .drafter import Drafter
+from .drafter import Drafter, DrafterConfig
 from .loss import block_loss, labels_and_weights, mean_loss
 from .metrics import measure
 from .replicas import Replica
@@ -33,8 +33,20 @@ def is_compiled(config: Config, device: torch.device) -> bool:
     return config.step == "compile" or (config.step == "graph" and device.type == "cuda")
 
 
-def mask_maker(config: Config, device: torch.device) -> Callable[[Tensor, Tensor, Tensor, int], AttentionMask]:
-    """The mask of the attention that the configuration chooses.
+def target_specs(config: Config, drafter: DrafterConfig) -> dict[str, graphsafe.Spec]:
+    """The tensors that a target adds to a batch: features, and with --labels target the tokens that it says."""
+    width = len(drafter.target_layer_ids) * drafter.hidden_size
+    specs = {"features": graphsafe.Spec((config.token_budget, width), COMPUTE_DTYPES[config.dtype])}
+    if config.labels == "target":
+        specs["target_tokens"] = graphsafe.Spec((config.token_budget,), torch.int64)
+    return specs
+
+
+def mask_maker(
+    config: Config, device: torch.device
+) -> Callable[[Tensor, Tensor, Tensor, int, int | None], AttentionMask]:
+    """The mask of the attention that the configuration chooses: called with anchors, anchor_valid, document_ids, block
+    size and window.
 
     Raises:
         InputError: flex_attention where torch cannot train it.
@@ -79,6 +91,8 @@ class DrafterStep:
         forward = graphsafe.compile(drafter, dynamic=False, fullgraph=True) if compiled else drafter
         make_mask = mask_maker(config, device)
         block_size, mask_token_id = drafter.config.block_size, drafter.config.mask_token_id
+        windows = drafter.config.windows
+        decay, smoothing = (config.gamma, None) if config.loss == "decay" else (None, config.dpace_smoothing)
 
         def loss_fn(
             features: Tensor,
@@ -88,23 +102,38 @@ class DrafterStep:
             loss_mask: Tensor,
             anchors: Tensor,
             anchor_valid: Tensor,
+            target_tokens: Tensor | None = None,
         ) -> tuple[Tensor, Tensor]:
             labels, weights = labels_and_weights(
-                tokens, document_ids, loss_mask, anchors, anchor_valid, block_size=block_size, decay=config.gamma
+                tokens,
+                document_ids,
+                loss_mask,
+                anchors,
+                anchor_valid,
+                block_size=block_size,
+                decay=decay,
+                target_tokens=target_tokens,
             )
             blocks = embed_blocks(embedding, tokens, anchors, mask_token_id, block_size)
             block_positions = positions[anchors][:, None] + torch.arange(block_size, device=device)
-            mask = make_mask(anchors, anchor_valid, document_ids, block_size)
-            hidden = forward(features, blocks, positions, block_positions, mask)
-            loss = block_loss(hidden, head, labels, weights, chunk=config.loss_chunk, compiled=compiled)
+            masks = {
+                kind: make_mask(anchors, anchor_valid, document_ids, block_size, window)
+                for kind, window in windows.items()
+            }
+            hidden = forward(features, blocks, positions, block_positions, masks)
+            loss = block_loss(
+                hidden, head, labels, weights, chunk=config.loss_chunk, compiled=compiled, smoothing=smoothing
+            )
             total = replica.sum(loss.weight)
             return mean_loss(loss.weighted_sum, total), measure(loss, (document_ids >= 0).sum())
 
         self.optimizer = make_optimizer(drafter, config)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: lr_share(step, num_steps, config.warmup_ratio)
+            self.optimizer,
+            lambda step: lr_share(step, num_steps, config.warmup_ratio, config.schedule, config.cooldown_ratio),
         )
         replica.sum_gradients(drafter.parameters())
+        self._inputs = INPUTS if config.labels == "data" else (*INPUTS, "target_tokens")
         self._loss_fn, self._replica, self._config = loss_fn, replica, config
         self._step = graphsafe.TrainStep(
             loss_fn,
@@ -121,19 +150,20 @@ class DrafterStep:
         """Train on one batch. Returns what was measured.
 
         Args:
-            batch: the tensors named ``INPUTS``, on the device; a ring's slot is read in place.
+            batch: the tensors named ``INPUTS``, and with --labels target ``target_tokens``, on the device; a ring's
+                slot is read in place.
         """
         if self._captures and self._num_calls == NUM_WARMUP_STEPS:
             torch.cuda.empty_cache()  # what the eager steps leave cached goes back, for the graphs' pool
         self._num_calls += 1
-        _, measurements = self._step(*(batch[name] for name in INPUTS))
+        _, measurements = self._step(*(batch[name] for name in self._inputs))
         self.scheduler.step()
         return measurements
 
     def measure(self, batch: Mapping[str, Tensor]) -> Tensor:
         """What a step would have measured on a batch, this replica's part alone. Trains nothing."""
         with graphsafe.current_context(self.device).eager(rng=False), self._replica.alone(), torch.no_grad():
-            measurements: Tensor = self._loss_fn(*(batch[name] for name in INPUTS))[1]
+            measurements: Tensor = self._loss_fn(*(batch[name] for name in self._inputs))[1]
         return measurements
 
     def warm_up(self, batch: Mapping[str, Tensor], *, measures: bool) -> None:
@@ -148,7 +178,7 @@ class DrafterStep:
         a time, neither would go on: so all of it is done before the first collective.
         """
         with graphsafe.current_context(self.device).eager(), self._replica.alone():
-            loss, _ = self._loss_fn(*(batch[name] for name in INPUTS))
+            loss, _ = self._loss_fn(*(batch[name] for name in self._inputs))
             loss.backward()
         if measures:
             self.measure(batch)
@@ -188,10 +218,18 @@ def make_optimizer(drafter: nn.Module, config: Config) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.lr, fused=True)
 
 
-def lr_share(step: int, num_steps: int, warmup_ratio: float) -> float:
-    """The share of the peak learning rate at ``step`` (from 0): a linear rise, then a cosine down to 0."""
+def lr_share(
+    step: int, num_steps: int, warmup_ratio: float, schedule: str = "cosine", cooldown_ratio: float = 0.2
+) -> float:
+    """The share of the peak learning rate at ``step`` (from 0): a linear rise, then the schedule, which ends at 0.
+
+    Args:
+        schedule: ``cosine``; or ``wsd``: the peak, until over the last ``cooldown_ratio`` of the steps it falls as
+            1 - sqrt(share of them that is done). That shape ends lower than a line does (arXiv 2405.18392, section 3).
+    """
     num_warmup = math.ceil(warmup_ratio * num_steps)
     if step < num_warmup:
         return (step + 1) / num_warmup
-    done = (step - num_warmup) / max(1, num_steps - num_warmup)
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    start = num_warmup if schedule == "cosine" else max(num_warmup, num_steps - math.ceil(cooldown_ratio * num_steps))
+    done = min(1.0, max(0, step - start) / max(1, num_steps - start))
+    return 0.5 * (1 + math.cos(math.pi * done)) if schedule == "cosine" else 1 - math.sqrt(done)

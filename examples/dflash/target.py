@@ -4,7 +4,8 @@ Guarantees:
 - A token sees the tokens of its own document before it and nothing else, and positions start anew in each document, so
   packed documents give what each alone gives. No dense mask: flex_attention on CUDA; elsewhere the documents'
   attention is computed one after the other, and padding is not computed at all.
-- The language-model head is not run for features.
+- The language-model head is not run for features; for the most likely tokens it is run in chunks, so that logits of all
+  positions never exist at once.
 - ``features`` may be called from several threads; what hooks collect is kept per thread.
 
 How attention gets in: transformers returns a four-dimensional mask to the layers as it is, so a registered attention
@@ -42,6 +43,7 @@ KNOWN_MASK_TOKENS = {(49152, 576, 30): 16}  # SmolLM2-135M-Instruct: <empty_outp
 # Positions that depend on the longest document of a row, so that packed documents would not be what each alone is.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _FULL_ATTENTION = {"full_attention", "attention"}
+LABEL_CHUNK = 4096  # positions whose logits exist at once
 QWEN3_MASK_TOKEN = 151669  # the first row past the tokenizer in the padded embedding of 151,936 rows
 
 
@@ -220,6 +222,43 @@ class Target:
             [T, K*H] in the model's dtype. Padding is zero on CPU, and means nothing elsewhere.
         Sync: none on CUDA.
         """
+        return self._read(tokens, document_ids, positions, layer_ids)[0]
+
+    @torch.no_grad()
+    def features_and_tokens(
+        self,
+        tokens: Tensor,
+        document_ids: Tensor,
+        positions: Tensor,
+        layer_ids: tuple[int, ...],
+        chunk: int = LABEL_CHUNK,
+    ) -> tuple[Tensor, Tensor]:
+        """The same features, and at each place the token that the target holds most likely to come next.
+
+        Args:
+            tokens, document_ids, positions, layer_ids: as in ``features``.
+            chunk: positions whose logits exist at once.
+        Returns:
+            [T, K*H], and [T] int64: at p the token to follow the one at p, after reading its document up to p. (At a
+            document's last place it is the one that would follow the document. Padding's is 0 on the CPU, and means
+            nothing elsewhere.)
+        Raises:
+            RuntimeError: ``drop_layers_after`` has been called.
+        Sync: none on CUDA.
+        """
+        if len(self.decoder.layers) < self.num_layers:
+            raise RuntimeError("The target's last layers have been dropped, so it no longer says what comes next.")
+        features, hidden = self._read(tokens, document_ids, positions, layer_ids)
+        next_tokens = torch.zeros_like(tokens)
+        if hidden is not None:
+            for part, place in zip(hidden.split(chunk), next_tokens[: len(hidden)].split(chunk), strict=True):
+                torch.argmax(F.linear(part, self.lm_head_weight), dim=-1, out=place)
+        return features, next_tokens
+
+    def _read(
+        self, tokens: Tensor, document_ids: Tensor, positions: Tensor, layer_ids: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Features, and what the head reads [places that were computed, H]; None where there are none."""
         mask: Any
         if tokens.is_cuda:
             mask, num_valid = _document_mask(document_ids), len(tokens)
@@ -229,15 +268,15 @@ class Target:
             mask = torch.unique_consecutive(kept, return_counts=True)[1].view(1, 1, 1, -1)
         out = torch.zeros(len(tokens), len(layer_ids), self.hidden_size, dtype=self.dtype, device=self.device)
         if num_valid == 0:
-            return out.flatten(1)
+            return out.flatten(1), None
         with self.collecting({layer: out[:num_valid, place] for place, layer in enumerate(layer_ids)}):
-            self.decoder(
+            hidden = self.decoder(
                 input_ids=tokens[None, :num_valid],
                 position_ids=positions[None, :num_valid],
                 attention_mask=mask,
                 use_cache=False,
-            )
-        return out.flatten(1)
+            ).last_hidden_state[0]
+        return out.flatten(1), hidden
 
     @contextmanager
     def collecting(self, into: Mapping[int, Tensor]) -> Iterator[None]:

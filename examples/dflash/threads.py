@@ -27,7 +27,7 @@ from .pipeline import Pipeline, PipelineEnded
 from .processes import PeerLost
 from .replicas import Replica, ReplicaLost
 from .signals import Signals, shielded
-from .step import COMPUTE_DTYPES, DrafterStep
+from .step import DrafterStep, target_specs
 from .target import Target
 from .trainer import Run, Trainer, compiles
 
@@ -62,10 +62,11 @@ def run_threads(
     with graphsafe.WorkerGroup(timeout=END_TIMEOUT_S) as group:
         pipeline.on_abort(group.stop.set)
         group.spawn(partial(_guarded, pipeline, read), device="cpu", name="reader")
+        label_chunk = config.loss_chunk if config.labels == "target" else None
         for number, device in enumerate(devices.targets):
             target = targets[device]
-            cached = FeatureSource(target, run.drafter.target_layer_ids, feature_cache(config, run.disk))
-            body = partial(_guarded, pipeline, _target_body, run, number, target, cached)
+            cached = FeatureSource(target, run.drafter.target_layer_ids, feature_cache(config, run.disk), label_chunk)
+            body = partial(_guarded, pipeline, _target_body, run, number, cached)
             group.spawn(body, device=device, name=f"target-{number}")
         stores = [run.processes.store("replicas") for _ in devices.drafters]
         for number, device in enumerate(devices.drafters):
@@ -79,14 +80,10 @@ def _guarded(pipeline: Pipeline, function: Callable[..., None], *args: Any) -> N
         pipeline.guard(partial(function, *args), PipelineEnded, PeerLost)
 
 
-def _target_body(run: Run, number: int, target: Target, source: FeatureSource) -> None:
-    config, device = run.config, run.devices.targets[number]
+def _target_body(run: Run, number: int, source: FeatureSource) -> None:
     if run.num_replicas > 1:  # see DrafterStep.warm_up
-        padding = {name: tensor.to(device) for name, tensor in packing.empty_batch(config).items()}
-        with graphsafe.current_context(device).eager(rng=False):
-            target.features(
-                padding["tokens"], padding["document_ids"], padding["positions"], run.drafter.target_layer_ids
-            )
+        with graphsafe.current_context(run.devices.targets[number]).eager(rng=False):
+            source.compute(packing.empty_batch(run.config))
         run.pipeline.meet()
     run.pipeline.run_target(number, run.telemetry.timer(f"target-{number}").around(source))
 
@@ -121,7 +118,6 @@ def _drafter_body(run: Run, number: int, store: Any, stack: ExitStack) -> None:
 
 def _padding(run: Run, device: torch.device) -> dict[str, Tensor]:
     """A slot's tensors for a batch of padding."""
-    width = len(run.drafter.target_layer_ids) * run.drafter.hidden_size
-    dtype = COMPUTE_DTYPES[run.config.dtype]
     batch = {name: tensor.to(device) for name, tensor in packing.empty_batch(run.config).items()}
-    return batch | {"features": torch.zeros(run.config.token_budget, width, dtype=dtype, device=device)}
+    specs = target_specs(run.config, run.drafter)
+    return batch | {name: torch.zeros(spec.shape, dtype=spec.dtype, device=device) for name, spec in specs.items()}

@@ -22,8 +22,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import graphsafe
-
 from . import batches as packing
 from .checkpoint import Checkpoint, Checkpoints, Contract, check_contract, contract, read_checkpoint
 from .config import Config, InputError, note_split
@@ -39,7 +37,7 @@ from .recompiles import errors_noted
 from .replicas import ReplicaLost
 from .schedule import Schedule
 from .signals import listen
-from .step import COMPUTE_DTYPES
+from .step import COMPUTE_DTYPES, target_specs
 from .target import Target, load_target
 from .telemetry import Telemetry, describe_run
 from .threads import run_threads
@@ -189,11 +187,12 @@ def train_on(
         stack.enter_context(errors_noted(reporter))
         reporter.event("start", num_steps=num_steps, **describe_run(config, devices))
         stack.enter_context(_memory_advice(config, first, parameters, devices))
-        for target in targets.values():
-            target.drop_layers_after(max(drafter.target_layer_ids))
+        if config.labels == "data":
+            for target in targets.values():
+                target.drop_layers_after(max(drafter.target_layer_ids))
         disk = open_disk_cache(config, first, drafter.target_layer_ids, reporter.say)
-        features = graphsafe.Spec((config.token_budget, len(drafter.target_layer_ids) * drafter.hidden_size), dtype)
-        pipeline = Pipeline(Rings(devices, packing.batch_specs(config), features, config.ring_depth), threading.Event())
+        rings = Rings(devices, packing.batch_specs(config), target_specs(config, drafter), config.ring_depth)
+        pipeline = Pipeline(rings, threading.Event())
         schedule = Schedule(
             num_steps=num_steps,
             first_step=0 if start is None else start.step,

@@ -88,9 +88,9 @@ def test_features_from_the_disk_are_those_that_were_computed(tmp_path, qwen3, me
     def source():
         return FeatureSource(target, IDS, feature_cache(config, open_disk_cache(config, target, IDS)))
 
-    first = source()(batch)
+    first = source()(batch)["features"]
     target.features = None  # would fail if called
-    again = source()(batch)
+    again = source()(batch)["features"]
     assert again.is_cuda and again.dtype == torch.bfloat16
     assert torch.equal(again[:105], first[:105])
 

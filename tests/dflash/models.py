@@ -35,7 +35,7 @@ def tiny_target(seed: int = 0, dtype: torch.dtype = torch.float32) -> Target:
     return Target(LlamaForCausalLM(config).to(dtype))
 
 
-def tiny_config(block_size: int = 4, num_layers: int = 2, num_features: int = 2) -> DrafterConfig:
+def tiny_config(block_size: int = 4, num_layers: int = 2, num_features: int = 2, **changes: int) -> DrafterConfig:
     """A drafter for ``tiny_target``."""
     return DrafterConfig(
         hidden_size=32,
@@ -51,6 +51,7 @@ def tiny_config(block_size: int = 4, num_layers: int = 2, num_features: int = 2)
         target_layer_ids=(1, 3)[:num_features],
         vocab_size=VOCAB,
         num_target_layers=NUM_LAYERS,
+        **changes,
     )
 
 

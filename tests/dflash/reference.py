@@ -34,6 +34,8 @@ def block_hidden(
     groups = config.num_heads // config.num_kv_heads
     context = _norm(features.double() @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
     x = block.double()
+    place = torch.arange(len(context) + len(x))
+    behind = place[len(context) :, None] - place  # of each key, from each slot
     all_positions = torch.cat([positions, block_positions])
     for i in range(config.num_layers):
         p = f"layers.{i}."
@@ -48,6 +50,8 @@ def block_hidden(
         heads = []
         for head in range(config.num_heads):
             scores = q[:, head] @ k[:, head // groups].T / math.sqrt(size)
+            if i < config.num_layers - config.num_full_layers and config.sliding_window is not None:
+                scores[(behind < 0) | (behind >= config.sliding_window)] = -math.inf
             heads.append(torch.softmax(scores, dim=-1) @ v[:, head // groups])
         x = x + torch.cat(heads, dim=-1) @ w[a + "o_proj.weight"].T
         y = _norm(x, w[p + "post_attention_layernorm.weight"], eps)

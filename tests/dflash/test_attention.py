@@ -11,9 +11,10 @@ from .models import packed_row
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 BLOCK = 4
+WINDOWS = [None, 1, 2, 4, 6, 100]  # none, the slot alone, within the block, the block, and beyond it
 
 
-def dense(batch):
+def dense(batch, window=None):
     """Who sees whom, said one pair at a time: [A * B, T + A * B]."""
     anchors, documents = batch["anchors"].tolist(), batch["document_ids"].tolist()
     num_context, num_slots = len(documents), len(anchors) * BLOCK
@@ -23,9 +24,11 @@ def dense(batch):
         anchor = anchors[block]
         for place in range(num_context):
             if batch["anchor_valid"][block] and documents[anchor] >= 0:
-                visible[query, place] = place < anchor and documents[place] == documents[anchor]
+                seen = place < anchor and documents[place] == documents[anchor]
+                visible[query, place] = seen and (window is None or anchor + query % BLOCK - place < window)
         for slot in range(num_slots):
-            visible[query, num_context + slot] = slot // BLOCK == block
+            seen = slot // BLOCK == block
+            visible[query, num_context + slot] = seen and (window is None or 0 <= query - slot < window)
     return visible
 
 
@@ -40,10 +43,11 @@ def mask_of(make, batch, **kwargs):
     return make(batch["anchors"], batch["anchor_valid"], batch["document_ids"], BLOCK, **kwargs)
 
 
+@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("blocks_a_row", [1, 2, 3, 6])
-def test_sdpa_mask_says_who_sees_whom(blocks_a_row):
-    batch, expected = example(), dense(example())
-    mask = mask_of(sdpa_mask, batch, blocks_a_row=blocks_a_row)
+def test_sdpa_mask_says_who_sees_whom(blocks_a_row, window):
+    batch, expected = example(), dense(example(), window)
+    mask = mask_of(sdpa_mask, batch, blocks_a_row=blocks_a_row, window=window)
     length = blocks_a_row * BLOCK
     assert mask.shape == (6 // blocks_a_row, 1, length, 26 + length)
     for row in range(len(mask)):
@@ -52,21 +56,23 @@ def test_sdpa_mask_says_who_sees_whom(blocks_a_row):
         assert torch.equal(mask[row, 0], torch.cat([expected[queries, :26], own], dim=1))
 
 
-def test_flex_mask_says_who_sees_whom():
+@pytest.mark.parametrize("window", WINDOWS)
+def test_flex_mask_says_who_sees_whom(window):
     batch = example()
-    mask = mask_of(flex_mask, batch)
+    mask = mask_of(flex_mask, batch, window=window)
     queries, keys = torch.meshgrid(torch.arange(24), torch.arange(50), indexing="ij")
     zero = torch.zeros((), dtype=torch.int64)
-    assert torch.equal(mask.mask_mod(zero, zero, queries, keys), dense(batch))
+    assert torch.equal(mask.mask_mod(zero, zero, queries, keys), dense(batch, window))
 
 
+@pytest.mark.parametrize("window", [None, 3, 40, 300])
 @pytest.mark.parametrize(
     ("documents", "num_tokens", "num_anchors", "block_size"),
     [((200, 90, 300), 640, 48, 8), ((500,), 512, 16, 16), ((3, 2, 130), 300, 37, 10), ((), 256, 32, 8)],
 )
-def test_flex_mask_visits_the_tiles_that_hold_a_visible_pair(documents, num_tokens, num_anchors, block_size):
+def test_flex_mask_visits_the_tiles_that_hold_a_visible_pair(documents, num_tokens, num_anchors, block_size, window):
     batch = packed_row(documents, num_tokens, num_anchors, block_size)
-    ours = flex_mask(batch["anchors"], batch["anchor_valid"], batch["document_ids"], block_size)
+    ours = flex_mask(batch["anchors"], batch["anchor_valid"], batch["document_ids"], block_size, window)
     num_queries = num_anchors * block_size
     theirs = create_block_mask(ours.mask_mod, None, None, num_queries, num_tokens + num_queries, device="cpu")
 
@@ -106,15 +112,16 @@ def test_sdpa_mask_splits_evenly_whatever_the_number_of_anchors():
         assert mask.shape[0] * mask.shape[2] == num_anchors * BLOCK
 
 
+@pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("shared_heads", [1, 2])
-def test_attend_by_flex_equals_attend_by_sdpa(shared_heads):
+def test_attend_by_flex_equals_attend_by_sdpa(shared_heads, window):
     torch.manual_seed(0)
     batch = example()
     heads = 2 * shared_heads
     queries = torch.randn(1, heads, 24, 16)
     context = torch.randn(1, 2, 26, 16), torch.randn(1, 2, 26, 16)
     own = torch.randn(1, 2, 24, 16), torch.randn(1, 2, 24, 16)
-    by_flex = attend(queries, context, own, mask_of(flex_mask, batch))
+    by_flex = attend(queries, context, own, mask_of(flex_mask, batch, window=window), sliding=window is not None)
 
     def rows(x, n):
         return x.unflatten(2, (n, -1))[0].transpose(0, 1)
@@ -125,7 +132,7 @@ def test_attend_by_flex_equals_attend_by_sdpa(shared_heads):
             rows(queries, n),
             context,
             (rows(own[0], n), rows(own[1], n)),
-            mask_of(sdpa_mask, batch, blocks_a_row=blocks_a_row),
+            mask_of(sdpa_mask, batch, blocks_a_row=blocks_a_row, window=window),
         )
         torch.testing.assert_close(by_sdpa, rows(by_flex, n), rtol=1e-5, atol=1e-5)
     assert by_flex.isfinite().all()
@@ -141,6 +148,25 @@ def test_cache_mask_shows_each_row_its_own_length_and_never_the_last_place():
     ]
 
 
+def test_cache_mask_of_a_sliding_layer_is_a_causal_window_over_cache_and_block():
+    mask = cache_mask(torch.tensor([0, 2, 4]), 6, 3, window=3)
+    assert mask.shape == (3, 1, 3, 9)
+    for row, length in enumerate((0, 2, 4)):
+        for slot in range(3):
+            visible = [length + slot - 2 <= place < length for place in range(6)]
+            visible += [slot - 2 <= other <= slot for other in range(3)]
+            assert mask[row, 0, slot].tolist() == visible
+
+
+def test_cache_mask_of_a_window_over_all_shows_what_a_full_one_shows_but_later_slots():
+    lengths = torch.tensor([0, 2, 9])
+    full, sliding = cache_mask(lengths, 5, 3), cache_mask(lengths, 5, 3, window=100)
+    assert torch.equal(sliding[..., :5], full[..., :5])
+    assert torch.equal(sliding[:, 0, :, 5:], torch.ones(3, 3, dtype=torch.bool).tril().expand(3, -1, -1))
+
+
 def test_masks_need_no_value_on_the_host():
     batch = {name: tensor.to("meta") for name, tensor in example().items()}
-    assert mask_of(sdpa_mask, batch).shape == (1, 1, 24, 50)
+    for window in (None, 5):
+        assert mask_of(sdpa_mask, batch, window=window).shape == (1, 1, 24, 50)
+        assert cache_mask(batch["anchors"], 7, BLOCK, window).shape == (6, 1, BLOCK, 7 + BLOCK)

@@ -28,12 +28,21 @@ def mask_of(batch, make=sdpa_mask, **kwargs):
     return make(batch["anchors"], batch["anchor_valid"], batch["document_ids"], BLOCK, **kwargs)
 
 
+def masks_of(batch, drafter, make=sdpa_mask, **kwargs):
+    return {kind: mask_of(batch, make, window=window, **kwargs) for kind, window in drafter.config.windows.items()}
+
+
+# one sliding layer and a full one; two sliding ones, with a window within the block and one beyond it
+SLIDING = [dict(sliding_window=6), dict(sliding_window=2, num_full_layers=0), dict(sliding_window=6, num_full_layers=0)]
+
+
+@pytest.mark.parametrize("layers", [{}, *SLIDING])
 @pytest.mark.parametrize("blocks_a_row", [1, 2, 6])
-def test_drafter_equals_plain_float64_reference(blocks_a_row):
+def test_drafter_equals_plain_float64_reference(blocks_a_row, layers):
     batch = packed_row((19, 14), 40, 6, BLOCK)
-    drafter = random_drafter()
+    drafter = random_drafter(**layers)
     features, blocks, positions, block_positions = inputs(batch)
-    hidden = drafter(features, blocks, positions, block_positions, mask_of(batch, blocks_a_row=blocks_a_row))
+    hidden = drafter(features, blocks, positions, block_positions, masks_of(batch, drafter, blocks_a_row=blocks_a_row))
     for index, anchor in enumerate(batch["anchors"].tolist()):
         document = batch["document_ids"][anchor]
         seen = [p for p in range(anchor) if batch["document_ids"][p] == document]
@@ -43,36 +52,84 @@ def test_drafter_equals_plain_float64_reference(blocks_a_row):
         torch.testing.assert_close(hidden[index].double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_drafter_flex_equals_sdpa():
+def test_drafter_takes_one_mask_where_all_layers_are_full():
+    batch = packed_row((19, 14), 40, 6, BLOCK)
+    drafter = random_drafter()
+    assert torch.equal(drafter(*inputs(batch), mask_of(batch)), drafter(*inputs(batch), masks_of(batch, drafter)))
+
+
+@pytest.mark.parametrize("layers", [{}, *SLIDING])
+def test_drafter_flex_equals_sdpa(layers):
     batch = packed_row((19, 14), 40, 8, BLOCK)
     batch["anchor_valid"][-2:] = False
-    drafter = random_drafter()
+    drafter = random_drafter(**layers)
     with torch.no_grad():
-        by_sdpa = drafter(*inputs(batch), mask_of(batch))
-        by_flex = drafter(*inputs(batch), mask_of(batch, flex_mask))
+        by_sdpa = drafter(*inputs(batch), masks_of(batch, drafter))
+        by_flex = drafter(*inputs(batch), masks_of(batch, drafter, flex_mask))
     torch.testing.assert_close(by_flex, by_sdpa, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("layers", [{}, SLIDING[0], SLIDING[2]])
 @pytest.mark.parametrize("make", [sdpa_mask, flex_mask])
-def test_drafter_block_ignores_everything_at_and_after_its_anchor_and_other_documents(make):
+def test_drafter_block_ignores_everything_at_and_after_its_anchor_and_other_documents(make, layers):
     batch = packed_row((19, 14), 40, 6, BLOCK)
-    drafter = random_drafter()
+    drafter = random_drafter(**layers)
     features, blocks, positions, block_positions = inputs(batch)
+    masks = masks_of(batch, drafter, make)
     with torch.no_grad():
-        before = drafter(features, blocks, positions, block_positions, mask_of(batch, make))
+        before = drafter(features, blocks, positions, block_positions, masks)
         for index, anchor in enumerate(batch["anchors"].tolist()):
             seen = (torch.arange(len(features)) < anchor) & (batch["document_ids"] == batch["document_ids"][anchor])
             features2 = torch.where(seen[:, None], features, torch.randn_like(features))
             blocks2 = torch.randn_like(blocks)
             blocks2[index] = blocks[index]
-            after = drafter(features2, blocks2, positions, block_positions, mask_of(batch, make))
+            after = drafter(features2, blocks2, positions, block_positions, masks)
             assert torch.equal(after[index], before[index])
             # and it does see its context and its own slots
             last_seen = features.clone()
             last_seen[anchor - 1] += 1
-            assert not torch.equal(
-                drafter(last_seen, blocks, positions, block_positions, mask_of(batch, make))[index], before[index]
-            )
+            assert not torch.equal(drafter(last_seen, blocks, positions, block_positions, masks)[index], before[index])
+
+
+@pytest.mark.parametrize("make", [sdpa_mask, flex_mask])
+@pytest.mark.parametrize("window", [2, 6])
+def test_drafter_slots_of_a_sliding_layer_see_their_window_alone(make, window):
+    batch = packed_row((19, 14), 40, 6, BLOCK)
+    drafter = random_drafter(num_layers=1, num_full_layers=0, sliding_window=window)
+    features, blocks, positions, block_positions = inputs(batch)
+    masks = masks_of(batch, drafter, make)
+
+    def changed(features, blocks):  # which slots of each block [A, B]
+        return (drafter(features, blocks, positions, block_positions, masks) != before).any(-1)
+
+    slots = torch.arange(BLOCK)
+    with torch.no_grad():
+        before = drafter(features, blocks, positions, block_positions, masks)
+        for place in range(33):
+            other = features.clone()
+            other[place] += 1
+            behind = batch["anchors"][:, None] + slots - place
+            same = batch["document_ids"][batch["anchors"]] == batch["document_ids"][place]
+            sees = (place < batch["anchors"])[:, None] & same[:, None] & (behind < window)
+            assert torch.equal(changed(other, blocks), sees)
+        for slot in range(BLOCK):
+            other = blocks.clone()
+            other[:, slot] += 1
+            assert torch.equal(changed(features, other)[0], (slots >= slot) & (slots - slot < window))
+
+
+def test_drafter_keys_outside_the_window_do_not_matter_when_drafting():
+    drafter = random_drafter(num_layers=1, num_full_layers=0, sliding_window=5)
+    features, blocks, valid = torch.randn(1, 12, 64), torch.randn(1, BLOCK, 32), torch.ones(1, 12, dtype=torch.bool)
+    other = features.clone()
+    other[:, :8] = torch.randn(1, 8, 64)  # the block's first slot, at 12, sees places 8 to 11
+    drafted = []
+    for context in (features, other, features + 1):
+        cache = drafter.new_cache(1, 20, "cpu", torch.float32)
+        drafter.extend(cache, context, torch.arange(12)[None], valid)
+        drafted.append(drafter.draft(cache, blocks, 12 + torch.arange(BLOCK)[None]))
+    assert torch.equal(drafted[0], drafted[1])
+    assert not torch.equal(drafted[0], drafted[2])
 
 
 def test_drafter_block_slots_see_each_other_both_ways():
@@ -89,22 +146,24 @@ def test_drafter_block_slots_see_each_other_both_ways():
             assert torch.equal(after[1], before[1])
 
 
-def test_drafter_is_finite_when_all_is_padding():
+@pytest.mark.parametrize("layers", [{}, *SLIDING])
+def test_drafter_is_finite_when_all_is_padding(layers):
     batch = packed_row((), 16, 4, BLOCK)
-    drafter = random_drafter()
+    drafter = random_drafter(**layers)
     features, blocks, positions, block_positions = inputs(batch)
-    hidden = drafter(features, blocks, positions, block_positions, mask_of(batch))
+    hidden = drafter(features, blocks, positions, block_positions, masks_of(batch, drafter))
     hidden.sum().backward()
     assert hidden.isfinite().all()
     assert all(parameter.grad.isfinite().all() for parameter in drafter.parameters())
 
 
-def test_drafter_cached_drafting_equals_training_forward():
+@pytest.mark.parametrize("layers", [{}, *SLIDING])
+def test_drafter_cached_drafting_equals_training_forward(layers):
     batch = packed_row((19, 14), 40, 6, BLOCK)
-    drafter = random_drafter()
+    drafter = random_drafter(**layers)
     features, blocks, positions, block_positions = inputs(batch)
     with torch.no_grad():
-        trained = drafter(features, blocks, positions, block_positions, mask_of(batch))
+        trained = drafter(features, blocks, positions, block_positions, masks_of(batch, drafter))
     anchors = batch["anchors"]
     cache = drafter.new_cache(len(anchors), 20, "cpu", torch.float32)
     seen = (torch.arange(40) < anchors[:, None]) & (batch["document_ids"] == batch["document_ids"][anchors][:, None])
@@ -130,13 +189,14 @@ def test_drafter_cache_drops_what_does_not_fit_and_says_so():
     assert hidden.isfinite().all()
 
 
-def test_drafter_gradient_checkpointing_changes_no_gradient():
+@pytest.mark.parametrize("layers", [{}, *SLIDING])
+def test_drafter_gradient_checkpointing_changes_no_gradient(layers):
     batch = packed_row((19, 14), 40, 6, BLOCK)
     grads = []
     for on in (False, True):
-        drafter = random_drafter()
+        drafter = random_drafter(**layers)
         drafter.gradient_checkpointing = on
-        drafter(*inputs(batch), mask_of(batch)).square().sum().backward()
+        drafter(*inputs(batch), masks_of(batch, drafter)).square().sum().backward()
         grads.append([parameter.grad for parameter in drafter.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
@@ -217,7 +277,18 @@ def test_drafter_config_follows_the_target():
     target = tiny_target()
     with pytest.raises(ValueError, match="--mask-token-id"):
         DrafterConfig.from_target(target, num_layers=2, block_size=8, num_features=3)
-    config = DrafterConfig.from_target(target, num_layers=2, block_size=8, num_features=3, mask_token_id=MASK_TOKEN)
+    config = DrafterConfig.from_target(
+        target,
+        num_layers=3,
+        block_size=8,
+        num_features=3,
+        mask_token_id=MASK_TOKEN,
+        sliding_window=64,
+        num_full_layers=2,
+    )
+    assert config.layer_types == ("sliding_attention", "full_attention", "full_attention")
+    assert config.windows == {"sliding_attention": 64, "full_attention": None}
+    assert tiny_config().windows == {"full_attention": None}
     assert (config.hidden_size, config.intermediate_size, config.head_dim) == (32, 48, 16)
     assert (config.num_heads, config.num_kv_heads, config.rope_theta) == (4, 2, 5000.0)
     assert config.target_layer_ids == (1, 2, 3)
@@ -230,6 +301,7 @@ def test_drafter_config_follows_the_target():
         ({"mask_token_id": 61}, "mask_token_id 61"),
         ({"num_kv_heads": 3}, "evenly"),
         ({"target_layer_ids": (1, 6)}, "layers 0 to 5"),
+        ({"sliding_window": 0}, "window of 0"),
     ],
 )
 def test_drafter_config_refuses_what_cannot_be(change, message):

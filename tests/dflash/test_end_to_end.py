@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 import torch
 
 from examples.dflash.config import PRESETS
 from examples.dflash.data import Document, Prompt
-from examples.dflash.drafter import Drafter, DrafterConfig, load
+from examples.dflash.drafter import Drafter, load
 from examples.dflash.evaluate import evaluate
 from examples.dflash.pipeline import Topology
+from examples.dflash.plan import drafter_config
 from examples.dflash.speculate import ModelDrafting
+from examples.dflash.step import COMPUTE_DTYPES
 from examples.dflash.train import train_on
 
 from .texts import counting_target
@@ -28,7 +31,19 @@ def count_from(start, length):
     return [(start + place) % MODULUS for place in range(length)]
 
 
-def test_drafter_trained_on_a_counting_target_reaches_the_block_size(tmp_path):
+ALL_OPTIONS = dict(
+    loss="dpace",
+    labels="target",
+    schedule="wsd",
+    num_layers=2,
+    sliding_window=5,
+    gradient_checkpointing=True,
+    dtype="bfloat16",
+)
+
+
+@pytest.mark.parametrize("options", [{}, ALL_OPTIONS], ids=["plain", "all options"])
+def test_drafter_trained_on_a_counting_target_reaches_the_block_size(tmp_path, options):
     cpu = torch.device("cpu")
     config = dataclasses.replace(
         PRESETS["demo"],
@@ -38,18 +53,19 @@ def test_drafter_trained_on_a_counting_target_reaches_the_block_size(tmp_path):
         num_anchors=24,
         loss_chunk=48,
         block_size=BLOCK_SIZE,
-        num_layers=1,
         num_features=2,
+        intermediate_size=32,
+        mask_token_id=MASK_TOKEN,
         lr=5e-3,
         epochs=1000,
         max_steps=60,
         max_new_tokens=1 + 5 * BLOCK_SIZE,
         min_acceptance=float(BLOCK_SIZE),
+        **{"num_layers": 1, **options},
     )
     target = counting_target(MODULUS, VOCABULARY)
-    shape = DrafterConfig.from_target(
-        target, num_layers=1, block_size=BLOCK_SIZE, num_features=2, intermediate_size=32, mask_token_id=MASK_TOKEN
-    )
+    shape = drafter_config(config, target.shape)
+    target.model.to(COMPUTE_DTYPES[config.dtype])
     documents = [
         Document(number, count_from(number, 31), [place >= 2 + number % 4 for place in range(31)], 2 + number % 4)
         for number in range(24)

@@ -262,14 +262,17 @@ def test_options_choose_the_cache(tmp_path):
 def test_source_reads_features_of_an_earlier_run_and_computes_nothing(tmp_path):
     batch = packed_row((11, 7), 40, 4, 4)
     config = configuration(tmp_path, cache_dir=tmp_path / "cache")
-    first = FeatureSource(tiny_target(), IDS, make_cache(config, open_disk_cache(config, tiny_target(), IDS)))(batch)
+    first = FeatureSource(tiny_target(), IDS, make_cache(config, open_disk_cache(config, tiny_target(), IDS)))(batch)[
+        "features"
+    ]
     later = tiny_target()
     source = FeatureSource(later, IDS, make_cache(config, open_disk_cache(config, later, IDS)))
     later.features = None  # would fail if called
-    assert torch.equal(source(batch), first)
+    assert torch.equal(source(batch)["features"], first)
     other = tiny_target(seed=1)
     source = FeatureSource(other, IDS, make_cache(config, open_disk_cache(config, other, IDS)))
-    torch.testing.assert_close(source(batch), FeatureSource(other, IDS)(batch), rtol=1e-5, atol=1e-5)
+    expected = FeatureSource(other, IDS)(batch)["features"]
+    torch.testing.assert_close(source(batch)["features"], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_train_with_the_cache_gives_the_losses_of_training_without(tmp_path):

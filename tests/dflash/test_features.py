@@ -26,13 +26,13 @@ def test_source_gives_cached_documents_their_features_wherever_they_lie():
     target.features = lambda tokens, *rest: calls.append(len(tokens)) or features(tokens, *rest)
     batch = packed_row((11, 7), 40, 4, 4)
     source = FeatureSource(target, IDS, MemoryCache(2**20))
-    first = source(batch)
-    again = source(swapped(batch, (11, 7)))
+    first = source(batch)["features"]
+    again = source(swapped(batch, (11, 7)))["features"]
     assert calls == [18]
     assert torch.equal(again[:7], first[11:18])
     assert torch.equal(again[7:18], first[:11])
     assert again[18:].eq(0).all()
-    torch.testing.assert_close(first, FeatureSource(tiny_target(), IDS)(batch))
+    torch.testing.assert_close(first, FeatureSource(tiny_target(), IDS)(batch)["features"])
 
 
 def test_source_computes_what_does_not_fit_again():
@@ -47,14 +47,15 @@ def test_source_computes_what_does_not_fit_again():
 
 def test_source_takes_a_batch_of_padding():
     source = FeatureSource(tiny_target(), IDS, MemoryCache(2**20))
-    assert source(packed_row((), 16, 4, 4)).eq(0).all()
+    assert source(packed_row((), 16, 4, 4))["features"].eq(0).all()
 
 
 def test_memory_cache_never_exceeds_its_limit_and_keeps_copies():
     cache = MemoryCache(100)
     features = torch.ones(4, 5)
-    cache.put(torch.tensor([1, 2]), {"features": features})
-    cache.put(torch.tensor([1, 3]), {"features": features})  # does not fit any more
+    entry = {"features": features}
+    cache.put(torch.tensor([1, 2]), entry)
+    cache.put(torch.tensor([1, 3]), entry)  # does not fit any more
     features.zero_()
     assert cache.num_bytes == 80
     assert cache.get(torch.tensor([1, 2]))["features"].eq(1).all()

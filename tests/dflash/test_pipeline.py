@@ -10,7 +10,7 @@ from examples.dflash.pipeline import Pipeline, PipelineEnded, Rings, Topology
 
 CPU = torch.device("cpu")
 SPECS = {"number": graphsafe.Spec((1,), torch.int64)}
-FEATURES = graphsafe.Spec((1,), torch.float32)
+FEATURES = {"features": graphsafe.Spec((1,), torch.float32)}
 EMPTY = {"number": torch.tensor([-1])}
 
 
@@ -23,7 +23,7 @@ def numbers(count):
     return ({"number": torch.tensor([i])} for i in range(count))
 
 
-def run(pipeline, batches, source=lambda batch: batch["number"].float() * 10, train=None):
+def run(pipeline, batches, source=lambda batch: {"features": batch["number"].float() * 10}, train=None):
     """What each drafter took, in its order."""
     taken = [[] for _ in pipeline.topology.drafters]
 
@@ -60,7 +60,7 @@ def test_order_holds_when_the_first_target_is_slow():
             assert later_done.wait(20)  # 2. target 0 goes on only after target 1 is done with its batch
         if number == 1:
             later_done.set()  # 1.
-        return batch["number"].float()
+        return {"features": batch["number"].float()}
 
     taken = run(make(2, 1), numbers(6), source)
     assert [number for number, _ in taken[0]] == [0, 1, 2, 3, 4, 5]
@@ -101,7 +101,7 @@ def test_error_in_one_thread_ends_the_others_and_is_the_only_one_raised(where):
     def source(batch):
         if where == "target" and batch["number"].item() == 7:
             raise KeyError("target")
-        return batch["number"].float()
+        return {"features": batch["number"].float()}
 
     def train(number, slot):
         if where == "drafter" and slot["number"].item() == 7:

@@ -52,7 +52,7 @@ class FakeRing:
 
 
 def telemetry(num_targets=1, num_drafters=1):
-    rings = Rings(Topology((CPU,) * num_targets, (CPU,) * num_drafters), SPECS, FEATURES, 2)
+    rings = Rings(Topology((CPU,) * num_targets, (CPU,) * num_drafters), SPECS, {"features": FEATURES}, 2)
     rings.batches = [FakeRing() for _ in rings.batches]
     rings.features = {pair: FakeRing() for pair in rings.features}
     return Telemetry(rings), rings

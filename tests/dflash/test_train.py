@@ -214,17 +214,6 @@ def test_train_names_a_device_that_is_not_there(tmp_path):
         train_module.train(config)
 
 
-def test_learning_rate_rises_then_falls_along_a_cosine():
-    from examples.dflash.step import lr_share
-
-    shares = [lr_share(step, 100, 0.04) for step in range(101)]
-    assert shares[:4] == [0.25, 0.5, 0.75, 1.0]
-    assert shares[4] == 1.0
-    assert shares[52] == pytest.approx(0.5)
-    assert shares[100] == pytest.approx(0.0, abs=1e-12)
-    assert shares[4:] == sorted(shares[4:], reverse=True)
-
-
 def test_train_keeps_the_drafter_of_the_run_before(tmp_path, capsys):
     config = configuration(tmp_path)
     keep_former(config)
