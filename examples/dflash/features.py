@@ -11,10 +11,13 @@ Guarantees:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+
+import graphsafe
 
 from .feature_cache import FeatureCache
 from .target import Target
@@ -28,6 +31,8 @@ class FeatureSource:
         layer_ids: the K layers.
         cache: from ``feature_cache.feature_cache``; a document's entry has tensors of the same names.
         label_chunk: find the target's most likely tokens too, with logits of so many positions at once; None: do not.
+        graphed: on CUDA, run the target as a CUDA graph, which frees the host; the first calls are eager. The tensors
+            returned are then the graph's own, and the next call overwrites them.
     """
 
     def __init__(
@@ -36,8 +41,11 @@ class FeatureSource:
         layer_ids: tuple[int, ...],
         cache: FeatureCache | None = None,
         label_chunk: int | None = None,
+        graphed: bool = False,
     ) -> None:
         self.target, self.layer_ids, self.cache, self.label_chunk = target, layer_ids, cache, label_chunk
+        as_graph = graphed and target.device.type == "cuda"
+        self._graphed = graphsafe.graphed(self._read, outputs="alias") if as_graph else None
 
     def __call__(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors, by name, for a batch of CPU tensors. Padding's are zero, or mean nothing.
@@ -66,7 +74,17 @@ class FeatureSource:
     def compute(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The same, whatever the cache holds."""
         names, device = ("tokens", "document_ids", "positions"), self.target.device
-        tokens, document_ids, positions = (batch[name].to(device, non_blocking=True) for name in names)
+        row = tuple(batch[name].to(device, non_blocking=True) for name in names)
+        if self._graphed is not None:
+            try:
+                read: dict[str, Tensor] = self._graphed(*row)
+                return read
+            except graphsafe.CaptureError as exc:  # before anything has run
+                self._graphed = None
+                warnings.warn(f"The target runs without a CUDA graph, which is slower: {exc}", stacklevel=2)
+        return self._read(*row)
+
+    def _read(self, tokens: Tensor, document_ids: Tensor, positions: Tensor) -> dict[str, Tensor]:
         if self.label_chunk is None:
             return {"features": self.target.features(tokens, document_ids, positions, self.layer_ids)}
         features, target_tokens = self.target.features_and_tokens(

@@ -48,11 +48,11 @@ def run_threads(
     """
     config, devices, pipeline = run.config, run.devices, run.pipeline
     ranks = [run.rank(number) for number in range(len(devices.drafters))]
-    source = packing.scheduled_batches(documents, validation, config, run.schedule, ranks, run.num_replicas)
+    batches = packing.scheduled_batches(documents, validation, config, run.schedule, ranks, run.num_replicas)
 
     def read() -> None:
         try:
-            pipeline.read(source, packing.empty_batch(config), lambda: signals.stops(run.processes.agree))
+            pipeline.read(batches, packing.empty_batch(config), lambda: signals.stops(run.processes.agree))
         finally:
             run.processes.leave_agreement()
 
@@ -65,8 +65,9 @@ def run_threads(
         label_chunk = config.loss_chunk if config.labels == "target" else None
         for number, device in enumerate(devices.targets):
             target = targets[device]
-            cached = FeatureSource(target, run.drafter.target_layer_ids, feature_cache(config, run.disk), label_chunk)
-            body = partial(_guarded, pipeline, _target_body, run, number, cached)
+            cache, layer_ids = feature_cache(config, run.disk), run.drafter.target_layer_ids
+            source = FeatureSource(target, layer_ids, cache, label_chunk, graphed=config.step == "graph")
+            body = partial(_guarded, pipeline, _target_body, run, number, source)
             group.spawn(body, device=device, name=f"target-{number}")
         stores = [run.processes.store("replicas") for _ in devices.drafters]
         for number, device in enumerate(devices.drafters):

@@ -262,9 +262,8 @@ def test_options_choose_the_cache(tmp_path):
 def test_source_reads_features_of_an_earlier_run_and_computes_nothing(tmp_path):
     batch = packed_row((11, 7), 40, 4, 4)
     config = configuration(tmp_path, cache_dir=tmp_path / "cache")
-    first = FeatureSource(tiny_target(), IDS, make_cache(config, open_disk_cache(config, tiny_target(), IDS)))(batch)[
-        "features"
-    ]
+    former = make_cache(config, open_disk_cache(config, tiny_target(), IDS))
+    first = FeatureSource(tiny_target(), IDS, former)(batch)["features"]
     later = tiny_target()
     source = FeatureSource(later, IDS, make_cache(config, open_disk_cache(config, later, IDS)))
     later.features = None  # would fail if called
