@@ -54,8 +54,8 @@ class Config:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of the forward passes; the drafter's master weights are float32."""
     step: Literal["eager", "compile", "graph"] = "graph"
-    """How the drafter's step runs: as eager code, compiled, or compiled and captured whole; the target's pass is captured
-    then, too."""
+    """How the drafter's step runs: as eager code, compiled, or compiled and captured whole, as the target's pass then
+    is, too."""
     attention: Literal["auto", "flex", "sdpa"] = "auto"
     """auto is flex_attention on CUDA and scaled_dot_product_attention elsewhere."""
     gradient_checkpointing: bool = False
