@@ -5,6 +5,7 @@ Exit status: 0 done; 1 it ran and the outcome is not good enough; 2 what was ask
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -157,6 +158,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     try:
         config = parse(command, arguments[1:])
+        _check_processes(command)
         _quiet_transformers()
         return COMMANDS[command][0](config)
     except KeyboardInterrupt:
@@ -168,6 +170,13 @@ def main(arguments: Sequence[str]) -> int:
             raise
         print(f"\n{text}", file=sys.stderr)
         return 2
+
+
+def _check_processes(command: str) -> None:
+    if command != "train" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InputError(
+            f"{command} runs in one process, but WORLD_SIZE is {os.environ['WORLD_SIZE']}: only train takes several."
+        )
 
 
 def explain(exc: BaseException) -> str | None:

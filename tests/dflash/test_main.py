@@ -131,3 +131,11 @@ def test_place_that_cannot_be_written_is_named(tmp_path):
     except OSError as exc:
         assert "--out" in command_line.explain(ExceptionGroup("workers failed", [exc]))
     assert command_line.explain(OSError("no file is named")) is None
+
+
+def test_commands_of_one_process_are_refused_under_torchrun(given, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert command_line.main(["evaluate"]) == 2
+    assert "only train takes several" in capsys.readouterr().err
+    assert "evaluate" not in given
+    assert command_line.main(["train"]) == 0
