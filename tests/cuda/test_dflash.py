@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 import graphsafe
-from examples.dflash import train as train_module
 from examples.dflash import trainer as trainer_module
 from examples.dflash.attention import flex_mask, sdpa_mask
 from examples.dflash.drafter import DrafterConfig
@@ -162,9 +161,9 @@ def test_step_as_one_graph_gives_the_losses_of_the_compiled_step(tmp_path, dtype
 
 def test_graph_mode_runs_the_steps_python_in_warmup_and_capture_only(tmp_path, monkeypatch):
     calls = []
-    labels_and_weights = train_module.DrafterStep.__init__.__globals__["labels_and_weights"]
+    labels_and_weights = DrafterStep.__init__.__globals__["labels_and_weights"]
     monkeypatch.setitem(
-        train_module.DrafterStep.__init__.__globals__,
+        DrafterStep.__init__.__globals__,
         "labels_and_weights",
         lambda *args, **kwargs: calls.append(1) or labels_and_weights(*args, **kwargs),
     )

@@ -142,7 +142,7 @@ def test_warmed_up_decoders_capture_nothing_more():
         with decoder:
             decoder.warm_up(PROMPTS)
             captures = decoder.num_captures
-            assert captures == NUM_LENGTHS
+            assert 1 < captures <= NUM_LENGTHS
             for batch in BATCHES:
                 assert decoder.decode(batch).answers == decode(target, batch, COUNT).answers
             assert decoder.num_captures == captures

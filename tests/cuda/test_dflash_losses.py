@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
@@ -196,7 +195,7 @@ def run(config, targets=(FIRST,), devices=(FIRST,)):
     models = {device: Target(tiny_target().model.to(device, dtype)) for device in dict.fromkeys(targets)}
     topology = Topology(tuple(targets), tuple(devices))
     assert train_on(documents(40), models, drafter_config(config, target.shape), config, topology) == 0
-    return [json.loads(line) for line in (config.out / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in read_log(config) if "event" not in record]
 
 
 def losses(readings):
