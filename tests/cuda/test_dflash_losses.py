@@ -21,6 +21,7 @@ from examples.dflash.target import Target
 from examples.dflash.train import train_on
 
 from ..dflash.models import VOCAB, packed_row, random_drafter, tiny_target
+from ..dflash.runs import read_log
 from ..dflash.test_train import configuration, documents
 
 pytestmark = pytest.mark.cuda
