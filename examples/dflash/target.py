@@ -35,6 +35,8 @@ KNOWN_MASK_TOKENS = {(49152, 576, 30): 16}  # SmolLM2-135M-Instruct: <empty_outp
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _FULL_ATTENTION = {"full_attention", "attention"}
 LABEL_CHUNK = 4096  # positions whose logits exist at once
+# What models do to the head's output, as transformers names it. The order of tokens stays, their shares do not.
+_LOGIT_CHANGES = ("logits_scaling", "logit_scale", "output_multiplier", "lm_head_multiplier", "final_logit_softcapping")
 QWEN3_MASK_TOKEN = 151669  # the first row past the tokenizer in the padded embedding of 151,936 rows
 
 
@@ -105,10 +107,17 @@ class Target:
         shape: what a drafter must know.
         embed_tokens: its embedding module; lm_head_weight: [V, H], the head.
         eos_token_ids: the tokens that end a text.
+        has_plain_logits: whether its logits are the head's products and no more, so that answers can be drawn. Those of
+            others are scaled or capped, which leaves the most likely token what it is.
+
+    Raises:
+        InputError: attention or positions that packed documents cannot have, or a head with a bias.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
         self.shape = TargetShape.of(model.config)
+        if getattr(model.get_output_embeddings(), "bias", None) is not None:
+            raise InputError("The target's head has a bias, and drafters have none: choose another target.")
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
@@ -122,6 +131,7 @@ class Target:
         self.head_dim, self.mask_token_id = self.shape.head_dim, self.shape.mask_token_id
         self.rms_norm_eps, self.rope_theta = self.shape.rms_norm_eps, self.shape.rope_theta
         self.eos_token_ids = _eos_token_ids(model)
+        self.has_plain_logits = all(getattr(self.config, name, None) in (None, 1, False) for name in _LOGIT_CHANGES)
         self._collecting = threading.local()
         for index, layer in enumerate(self.decoder.layers):
             layer.register_forward_hook(self._collector(index))
