@@ -6,7 +6,8 @@ that the target holds most likely to follow the one at p).
 Guarantees:
 - A cached document's tensors are the ones the target gave, bit for bit; a document is known by its tokens, and a
   target is document-causal, so its neighbours in the row do not matter.
-- What the cache does not hold is computed.
+- What the cache does not hold is computed. On CUDA the first batch always is, so that all is compiled at the start,
+  however late the first document comes that the cache does not hold: a compile after the warm-up ends a run.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class FeatureSource:
     ) -> None:
         self.target, self.layer_ids, self.cache, self.label_chunk = target, layer_ids, cache, label_chunk
         as_graph = graphed and target.device.type == "cuda"
+        self._is_cold = target.device.type == "cuda"  # nothing has been compiled by this thread
         self._graphed = graphsafe.graphed(self._read, outputs="alias") if as_graph else None
 
     def __call__(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -58,7 +60,7 @@ class FeatureSource:
         lengths = torch.unique_consecutive(document_ids[document_ids >= 0], return_counts=True)[1].tolist()
         documents = batch["tokens"][: sum(lengths)].split(lengths)
         found = [self._find(tokens) for tokens in documents]
-        if any(entry is None for entry in found):
+        if self._is_cold or any(entry is None for entry in found):
             entries = self._compute_missing(batch, lengths, found)
             for tokens, entry, former in zip(documents, entries, found, strict=True):
                 if former is None:
@@ -73,6 +75,7 @@ class FeatureSource:
 
     def compute(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The same, whatever the cache holds."""
+        self._is_cold = False
         names, device = ("tokens", "document_ids", "positions"), self.target.device
         row = tuple(batch[name].to(device, non_blocking=True) for name in names)
         if self._graphed is not None:

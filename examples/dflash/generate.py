@@ -100,7 +100,16 @@ def main(config: Config, *, say: Say = print) -> Path:
 def answer(
     targets: Sequence[Target], wanted: Sequence[Wanted], config: Config, file: Any, *, say: Say = print
 ) -> dict[str, Record]:
-    """The targets' answers by key; each batch is appended to ``file`` as it comes."""
+    """The targets' answers by key; each batch is appended to ``file`` as it comes.
+
+    Raises:
+        InputError: a prompt is too long, or answers are to be drawn from logits that the target changes.
+    """
+    if not targets[0].has_plain_logits and any(one.temperature(config) > 0 for one in wanted):
+        raise InputError(
+            f"--target {config.target} scales or caps its logits, so that answers drawn from them as they are would be "
+            "those of another temperature. Leave --temperature and --num-samples at 0."
+        )
     tokenizer = targets[0].tokenizer
     prompts: dict[int, Prompt] = {}
     for one in wanted:

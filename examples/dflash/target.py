@@ -7,9 +7,6 @@ Guarantees:
 - The language-model head is not run for features; for the most likely tokens it is run in chunks, so that logits of all
   positions never exist at once.
 - ``features`` may be called from several threads; what hooks collect is kept per thread.
-
-How attention gets in: transformers returns a four-dimensional mask to the layers as it is, so a registered attention
-function receives the block mask, the documents' lengths, or a decoder's mask, where other functions receive a mask.
 """
 
 from __future__ import annotations
@@ -26,17 +23,11 @@ import torch.nn.functional as F
 import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from .attention import Intervals, document_starts, run_flex
 from .config import InputError
 from .fetch import RANDOM, target_settings
-
-ATTENTION = "packed_documents"
+from .packed import ATTENTION, document_mask
 
 # Tokens that no text holds and no training moved, by (vocabulary, hidden size, layers).
 KNOWN_MASK_TOKENS = {(49152, 576, 30): 16}  # SmolLM2-135M-Instruct: <empty_output>
@@ -44,70 +35,9 @@ KNOWN_MASK_TOKENS = {(49152, 576, 30): 16}  # SmolLM2-135M-Instruct: <empty_outp
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _FULL_ATTENTION = {"full_attention", "attention"}
 LABEL_CHUNK = 4096  # positions whose logits exist at once
+# What models do to the head's output, as transformers names it. The order of tokens stays, their shares do not.
+_LOGIT_CHANGES = ("logits_scaling", "logit_scale", "output_multiplier", "lm_head_multiplier", "final_logit_softcapping")
 QWEN3_MASK_TOKEN = 151669  # the first row past the tokenizer in the padded embedding of 151,936 rows
-
-
-_SCORE_CHANGES = ("softcap", "s_aux", "position_bias")  # as transformers names them: soft caps, sinks, biases
-
-
-def _target_attention(*args: Any, **kwargs: Any) -> Any:
-    return flex_attention(*args, **kwargs)
-
-
-def packed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | BlockMask | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """An attention function of transformers: packed where ``features`` asks for it, else scaled_dot_product_attention.
-
-    Args:
-        query: [1, N, T, D]; key, value: [1, Nkv, T, D].
-        attention_mask: a BlockMask; or int64 [1, 1, 1, documents], the documents' lengths, which sum to T; or what
-            ``grouped_attention`` takes, in floating point.
-    Raises:
-        ValueError: the model wants something done to its attention scores that this does not do.
-    """
-    unknown = [name for name in _SCORE_CHANGES if kwargs.get(name) is not None]
-    if unknown:
-        raise ValueError(f"The target's attention has {', '.join(unknown)}; packed documents cannot: choose another.")
-    if isinstance(attention_mask, BlockMask):
-        return run_flex(_target_attention, query, key, value, attention_mask, scaling).transpose(1, 2), None
-    if attention_mask is not None and attention_mask.is_floating_point():
-        return grouped_attention(query, key, value, attention_mask, scaling).transpose(1, 2), None
-    if attention_mask is None or attention_mask.dtype != torch.int64:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    lengths = attention_mask.flatten().tolist()
-    documents = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
-    parts = [F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling) for q, k, v in documents]
-    return torch.cat(parts, dim=2).transpose(1, 2), None
-
-
-def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """Attention in which the heads of a group are further queries over the one copy of the keys that they share.
-
-    With a mask, scaled_dot_product_attention wants a head of keys for each head of queries, hence a copy of the cache.
-
-    Args:
-        query: [R, N, L, D]; key, value: [R, Nkv, S, D].
-        mask: [R or 1, 1, N / Nkv * L, S], 0 or -inf; the groups' heads come one after the other.
-    Returns:
-        [R, N, L, D].
-    """
-    num_heads, length = query.shape[1:3]
-    grouped = query.reshape(len(query), key.shape[1], -1, query.shape[3])
-    out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
-    return out.reshape(len(query), num_heads, length, -1)
-
-
-AttentionInterface.register(ATTENTION, packed_attention)
-AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 def target_layer_ids(num_layers: int, num_features: int) -> tuple[int, ...]:
@@ -177,10 +107,17 @@ class Target:
         shape: what a drafter must know.
         embed_tokens: its embedding module; lm_head_weight: [V, H], the head.
         eos_token_ids: the tokens that end a text.
+        has_plain_logits: whether its logits are the head's products and no more, so that answers can be drawn. Those of
+            others are scaled or capped, which leaves the most likely token what it is.
+
+    Raises:
+        InputError: attention or positions that packed documents cannot have, or a head with a bias.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
         self.shape = TargetShape.of(model.config)
+        if getattr(model.get_output_embeddings(), "bias", None) is not None:
+            raise InputError("The target's head has a bias, and drafters have none: choose another target.")
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
@@ -194,6 +131,7 @@ class Target:
         self.head_dim, self.mask_token_id = self.shape.head_dim, self.shape.mask_token_id
         self.rms_norm_eps, self.rope_theta = self.shape.rms_norm_eps, self.shape.rope_theta
         self.eos_token_ids = _eos_token_ids(model)
+        self.has_plain_logits = all(getattr(self.config, name, None) in (None, 1, False) for name in _LOGIT_CHANGES)
         self._collecting = threading.local()
         for index, layer in enumerate(self.decoder.layers):
             layer.register_forward_hook(self._collector(index))
@@ -261,7 +199,7 @@ class Target:
         """Features, and what the head reads [places that were computed, H]; None where there are none."""
         mask: Any
         if tokens.is_cuda:
-            mask, num_valid = _document_mask(document_ids), len(tokens)
+            mask, num_valid = document_mask(document_ids), len(tokens)
         else:
             kept = document_ids[document_ids >= 0]
             num_valid = len(kept)
@@ -385,11 +323,6 @@ def refuse_unpackable(config: Any) -> None:
             "features would depend on those it is packed with: choose another target, or take that rope scaling out of "
             "its config.json if no text is longer than what it was first trained on."
         )
-
-
-def _document_mask(document_ids: Tensor) -> BlockMask:
-    places = torch.arange(len(document_ids), device=document_ids.device)
-    return Intervals((document_starts(document_ids),), (places + 1,), group=1, num_keys=len(places)).block_mask()
 
 
 def _rope_parameters(config: Any) -> dict[str, Any]:

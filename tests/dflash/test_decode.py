@@ -10,8 +10,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import graphsafe
 from examples.dflash.decode import BatchDecoder, cut_at_end, decode, draw, loops
+from examples.dflash.packed import grouped_attention
 from examples.dflash.stepping import NUM_WARMUPS, TargetDecoder, pad_prompts
-from examples.dflash.target import Target, grouped_attention
+from examples.dflash.target import Target
 
 from .models import VOCAB, tiny_target
 

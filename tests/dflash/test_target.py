@@ -23,7 +23,8 @@ from examples.dflash.config import InputError
 from examples.dflash.drafter import Drafter, DrafterConfig
 from examples.dflash.fetch import resolve_target
 from examples.dflash.known import known_config
-from examples.dflash.target import Target, TargetShape, load_target, model_class, packed_attention, target_layer_ids
+from examples.dflash.packed import document_mask, packed_attention
+from examples.dflash.target import Target, TargetShape, load_target, model_class, target_layer_ids
 from examples.dflash.train import drafter_config, load_targets, topology, train_on
 from tests.helpers import run_threads
 
@@ -254,13 +255,11 @@ def test_features_of_threads_do_not_mix():
 
 
 def test_packed_attention_by_flex_equals_documents_one_by_one():
-    from examples.dflash.target import _document_mask
-
     torch.manual_seed(0)
     batch = packed_row((11, 7), 18, 1, 4)
     query, key, value = torch.randn(1, 4, 18, 16), torch.randn(1, 2, 18, 16), torch.randn(1, 2, 18, 16)
     by_document, _ = packed_attention(None, query, key, value, torch.tensor([11, 7]).view(1, 1, 1, -1), scaling=0.3)
-    mask = _document_mask(batch["document_ids"])
+    mask = document_mask(batch["document_ids"])
     by_flex, _ = packed_attention(None, query, key, value, mask, scaling=0.3)
     torch.testing.assert_close(by_flex, by_document, rtol=1e-5, atol=1e-5)
 
