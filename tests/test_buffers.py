@@ -385,3 +385,28 @@ def test_items_of_consumers_that_fail_come_again_in_their_order() -> None:
         with ring.consume() as slot:
             seen.append(slot["x"].item())
     assert seen == [0, 1, 2]
+
+
+def test_a_wait_for_the_device_to_be_done_with_a_slot_counts_as_its_roles_wait() -> None:
+    class Event:
+        """Of a copy out of the slot that takes a while."""
+
+        waited = False
+
+        def query(self) -> bool:
+            return False
+
+        def synchronize(self) -> None:
+            Event.waited = True
+            threading.Event().wait(0.05)
+
+    ring = make_ring(depth=1)
+    put(ring, 1)
+    with ring.consume(10):
+        pass
+    assert ring.stats().produce_wait_s == 0.0
+    ring._free[0].events = [Event()]  # type: ignore[list-item]
+    put(ring, 2)
+    assert Event.waited
+    assert ring.stats().produce_wait_s >= 0.05
+    assert ring.stats().consume_wait_s == 0.0

@@ -143,7 +143,8 @@ class RingStats:
         num_ready, num_free: items to consume, slots to produce into.
         num_produced, num_consumed: items handed over, and consumed to the end.
         num_returned: blocks left by an error: slots given back and items put back.
-        produce_wait_s, consume_wait_s: seconds that producers waited for a slot and consumers for an item.
+        produce_wait_s, consume_wait_s: seconds that producers waited for a slot and consumers for an item, and with CPU
+            memory for the device to be done with it.
         closed: whether close() was called.
     """
 
@@ -174,8 +175,9 @@ class _Slot:
             event.record(stream)
             self.events.append(event)
 
-    def wait(self) -> None:
-        """Have this thread's streams, and for CPU memory the host, wait for the events."""
+    def wait(self) -> float:
+        """Have this thread's streams, and for CPU memory the host, wait for the events. Returns the host's seconds."""
+        waited_s = 0.0
         if self.buffers.device.type == "cuda":
             streams = _streams(self.buffers.device)
             for stream in streams - self.known_streams:
@@ -186,10 +188,13 @@ class _Slot:
                 for stream in streams:
                     stream.wait_event(event)
         elif not all(event.query() for event in self.events):
+            start = time.monotonic()
             with gate.released():
                 for event in self.events:
                     event.synchronize()
+            waited_s = time.monotonic() - start
         self.events = []
+        return waited_s
 
 
 def _streams(device: torch.device) -> set[torch.cuda.Stream]:
@@ -284,7 +289,10 @@ class BufferRing:
         slot = self._take(role, timeout)
         done = False
         try:
-            slot.wait()
+            waited_s = slot.wait()
+            if waited_s:
+                with self._changed:
+                    self._wait_s[role] += waited_s
             try:
                 yield slot.buffers
             finally:
