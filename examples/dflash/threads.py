@@ -50,9 +50,14 @@ def run_threads(
     ranks = [run.rank(number) for number in range(len(devices.drafters))]
     batches = packing.scheduled_batches(documents, validation, config, run.schedule, ranks, run.num_replicas)
 
+    left = run.schedule.rounds()
+
+    def stops() -> bool:  # asked before each round and once more: a run that has read all of them is not stopped
+        return next(left, None) is not None and signals.stops(run.processes.agree)
+
     def read() -> None:
         try:
-            pipeline.read(batches, packing.empty_batch(config), lambda: signals.stops(run.processes.agree))
+            pipeline.read(batches, packing.empty_batch(config), stops)
         finally:
             run.processes.leave_agreement()
 
