@@ -173,23 +173,31 @@ class Processes:
         store.set_timeout(_TIMEOUT)
         return str(self._asked(lambda: store.get(name)).decode())
 
-    def agree(self, number: int) -> int:
+    def agree(self, number: int, given_up: Callable[[], bool] = lambda: False) -> int:
         """The largest of the numbers that all processes give, each the same number of times. One thread of each.
 
+        Args:
+            given_up: looked at now and then: whether to wait for the others no more.
         Raises:
-            PeerLost: another process failed, or is gone.
+            PeerLost: another process failed, or is gone, or the wait is given up.
         """
         if self.size == 1:
             return number
         value = torch.tensor([number])
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
+
+        def ends() -> bool:
+            return self._lost is not None or given_up()
+
         try:
             if self._group is None:
-                self._group = connect(self.store("agree"), self.rank, self.size, self._is_lost)
-            wait_for(self._group.allreduce([value], options), self._is_lost)
+                self._group = connect(self.store("agree"), self.rank, self.size, ends)
+            wait_for(self._group.allreduce([value], options), ends)
         except RuntimeError as exc:
             self._stuck = isinstance(exc, ReplicaLost)
+            if given_up():
+                raise PeerLost("The wait for the other processes was given up.") from exc
             raise self.explain(exc) from exc
         return int(value)
 

@@ -119,7 +119,7 @@ class Trainer:
         """After the last batch."""
         if self.num_steps > self.logged_at:
             self.log()
-        if self.num_steps > self.saved_at or not self.run.config.drafter_path.is_file():
+        if self.num_steps > self.saved_at or self.num_steps == 0:  # there is a drafter even before the first step
             self.save(None)
         if self.replica.rank == 0:
             self.run.checkpoints.wait()
@@ -157,7 +157,7 @@ class Trainer:
             contract=self.run.contract,
             acceptance=acceptance,
             best=self.best,
-            unmeasured=acceptance is None and schedule.num_validation_rounds > 0 and schedule.is_due(self.num_steps),
+            unmeasured=acceptance is None and self.num_steps > 0 and schedule.measures_after(self.num_steps),
         )
         self.run.checkpoints.save(snapshot, also)
         self.saved_at = self.num_steps

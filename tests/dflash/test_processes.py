@@ -75,7 +75,7 @@ def test_an_odd_number_of_batches_is_filled_up(tmp_path):
 @pytest.mark.parametrize(("end", "rank"), [(signal.SIGKILL, 1), (signal.SIGSTOP, 1), (signal.SIGSTOP, 0)])
 def test_a_dead_process_ends_the_others_with_an_error_and_the_run_goes_on_later(tmp_path, end, rank):
     """Process 0 has the store, too."""
-    both = dict(targets=("cpu",) * 2, drafters=FOUR, max_steps=100_000, epochs=10**6, peer_timeout_s=2.0)
+    both = dict(targets=("cpu",) * 2, drafters=FOUR, max_steps=3000, epochs=10**6, peer_timeout_s=2.0)
     config = settings(tmp_path / "run", **both)
     run = Run(config, size=2)
     run.wait_for_step(10)
@@ -98,7 +98,7 @@ def test_a_dead_process_ends_the_others_with_an_error_and_the_run_goes_on_later(
 
 
 def test_an_error_in_one_process_is_named_by_the_others(tmp_path):
-    config = settings(tmp_path / "run", targets=("cpu",) * 2, drafters=("cpu",) * 2, max_steps=100_000, epochs=10**6)
+    config = settings(tmp_path / "run", targets=("cpu",) * 2, drafters=("cpu",) * 2, max_steps=3000, epochs=10**6)
     run = Run(config, size=2, before=break_the_target)
     assert run.wait() == [2, 2], run.said()
     assert "ZeroDivisionError: in the target" in run.logs[1].read_text()
@@ -140,6 +140,7 @@ def test_processes_with_other_data_are_refused(tmp_path):
 def test_torchrun_restarts_a_killed_process_and_the_run_goes_on(tmp_path):
     config = settings(tmp_path / "run", max_steps=300, save_every=20, targets=("cpu",) * 2, drafters=FOUR)
     changes = {"max_steps": 300, "save_every": 20, "targets": ["cpu"] * 2, "drafters": list(FOUR), "epochs": 10**4}
+    changes |= {"peer_timeout_s": 2.0}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--max-restarts", "2", "-m", "tests.dflash.runs", str(config.out), json.dumps(changes)]
     with (tmp_path / "log").open("w+") as log:
