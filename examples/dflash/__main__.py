@@ -5,6 +5,7 @@ Exit status: 0 done; 1 it ran and the outcome is not good enough; 2 what was ask
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -198,6 +199,8 @@ def _of_the_user(error: BaseException) -> str | None:
         return str(error)
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}. Free it, or name another place (--out for what is written)."
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{error.strerror}. Make room, or name another place (--out for what is written)."
     return None
 
 

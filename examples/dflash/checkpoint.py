@@ -18,6 +18,8 @@ import dataclasses
 import hashlib
 import json
 import os
+import pickle
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,6 +39,7 @@ from .data import Document
 from .drafter import Drafter
 
 _NAME = "step-{:08d}"
+_IS_NAME = re.compile(r"step-(\d{8,})")
 _VERSION = 1
 
 # Options that may change between two parts of a run: where it runs, how fast, what is written, other commands'.
@@ -99,6 +102,7 @@ class Checkpoint:
         contract: what its run must keep to.
         acceptance: expected acceptance length measured then; None where nothing was measured.
         best: the largest of the run so far.
+        unmeasured: a measurement was due at this step and had not ended.
     """
 
     path: Path
@@ -107,11 +111,12 @@ class Checkpoint:
     contract: Contract
     acceptance: float | None
     best: float | None
+    unmeasured: bool = False
 
     @property
     def is_final(self) -> bool:
         """Whether its run is finished."""
-        return self.step >= self.num_steps
+        return self.step >= self.num_steps and not self.unmeasured
 
     @property
     def is_best(self) -> bool:
@@ -125,13 +130,14 @@ class Checkpoint:
             InputError: a file is missing or damaged.
         """
         try:
-            drafter.load_state_dict(load_file(self.path / "drafter.safetensors"))
+            weights = load_file(self.path / "drafter.safetensors")
             state = torch.load(self.path / "optimizer.pt", map_location="cpu", weights_only=True)
+            drafter.load_state_dict(weights)
             optimizer.load_state_dict(state["optimizer"])
             scheduler.load_state_dict(state["scheduler"])
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
-        except (OSError, RuntimeError, KeyError, ValueError, EOFError, SafetensorError) as exc:
+        except (OSError, RuntimeError, KeyError, ValueError, EOFError, SafetensorError, pickle.UnpicklingError) as exc:
             raise InputError(
                 f"The checkpoint {self.path} is damaged ({exc}). Remove that directory, and the run goes on from the "
                 "one before."
@@ -146,7 +152,7 @@ class Snapshot:
         weights: of the drafter, by name.
         drafter: its configuration.
         training: state of optimizer and scheduler.
-        state: step, num_steps, contract, acceptance, best; as of ``Checkpoint``.
+        state: step, num_steps, contract, acceptance, best, unmeasured; as of ``Checkpoint``.
     """
 
     weights: Mapping[str, Tensor]
@@ -166,6 +172,7 @@ class Snapshot:
         contract: Contract,
         acceptance: float | None,
         best: float | None,
+        unmeasured: bool = False,
     ) -> Snapshot:
         """Copy everything. Sync: waits for the device."""
         training = {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
@@ -180,6 +187,7 @@ class Snapshot:
                 "contract": contract,
                 "acceptance": acceptance,
                 "best": best,
+                "unmeasured": unmeasured,
             },
         )
 
@@ -218,7 +226,7 @@ class Checkpoints:
             snapshot: the state.
             also: files (.safetensors) to be the same drafter, each replaced at once, its .json beside it.
         Raises:
-            OSError: the one before could not be written.
+            InputError: the one before could not be written.
         """
         self.wait()
         self._pending = self._writer.submit(self._write, snapshot, tuple(also))
@@ -229,8 +237,13 @@ class Checkpoints:
             _link(checkpoint.path / "drafter.json", path.with_suffix(".json"))
             _link(checkpoint.path / "drafter.safetensors", path)
 
+    def check(self) -> None:
+        """Raise InputError if what was to be written could not be. Waits for nothing."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
+
     def wait(self) -> None:
-        """Wait until all is on the disk; raises what went wrong."""
+        """Wait until all is on the disk; raises InputError if that could not be."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.result()
@@ -241,6 +254,16 @@ class Checkpoints:
 
     def _write(self, snapshot: Snapshot, also: Sequence[Path]) -> Path:
         place = self.directory / _NAME.format(snapshot.state["step"])
+        try:
+            self._write_to(place, snapshot, also)
+        except (OSError, RuntimeError, SafetensorError) as exc:  # whatever a full disk is to each library
+            raise InputError(
+                f"The checkpoint {place} could not be written ({exc}). Make room there, and start the run again: it "
+                "goes on from the checkpoint before, if there is one."
+            ) from exc
+        return place
+
+    def _write_to(self, place: Path, snapshot: Snapshot, also: Sequence[Path]) -> None:
         scratch = self.directory / f".{place.name}.{os.getpid()}"
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
@@ -254,10 +277,12 @@ class Checkpoints:
             for path in scratch.iterdir():
                 sync(path)
             sync(scratch)
-            if place.is_dir():  # of the same steps: made again after a resume
-                self._remove(place)
-            scratch.rename(place)
-            sync(self.directory)
+            if place.is_dir():  # the run went on from it and has trained no step since, so the weights are the same
+                (scratch / "state.json").replace(place / "state.json")
+                sync(place)
+            else:
+                scratch.rename(place)
+                sync(self.directory)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         for path in also:
@@ -265,10 +290,11 @@ class Checkpoints:
             _link(place / "drafter.safetensors", path)
         for path in self._paths()[: -self.keep]:
             self._remove(path)
-        return place
 
     def _paths(self) -> list[Path]:
-        return sorted(path for path in self.directory.glob("step-*") if path.is_dir())
+        """The oldest first; a directory that someone has renamed is none of them."""
+        found = ((_IS_NAME.fullmatch(path.name), path) for path in self.directory.glob("step-*") if path.is_dir())
+        return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
 
     def _remove(self, path: Path) -> None:
         """Remove a checkpoint, which is none any more before the first of its files goes."""
@@ -299,6 +325,7 @@ def _link(source: Path, place: Path) -> None:
             shutil.copyfile(source, scratch)
             sync(scratch)
         scratch.replace(place)
+        sync(place.parent)
     finally:
         scratch.unlink(missing_ok=True)
 
@@ -313,7 +340,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         if state["version"] != _VERSION:
             raise ValueError(f"its format is {state['version']}, this program reads {_VERSION}")
         names = ("step", "num_steps", "contract", "acceptance", "best")
-        return Checkpoint(path, *(state[name] for name in names))
+        return Checkpoint(path, *(state[name] for name in names), unmeasured=state.get("unmeasured", False))
     except (OSError, ValueError, KeyError, TypeError) as exc:
         raise InputError(
             f"The checkpoint {path} cannot be read ({exc}). Remove that directory, and the run goes on from the one "

@@ -16,6 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,7 @@ class Reporter:
         kept: list[Mapping[str, Any]] = []
         if resume_step is not None and path.is_file():
             kept = up_to(read_records(path), resume_step)
+        self._path = path
         _replace(path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = path.open("a", encoding="utf-8")
         self._lock = threading.Lock()  # guards the file, for a line each; taken alone
@@ -201,11 +203,12 @@ class Reporter:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-        self._file.close()
+        with suppress(OSError):  # what could not be written has been said
+            self._file.close()
 
     def _write(self, record: Mapping[str, Any]) -> None:
         line = json.dumps(_finite({"time": time.time(), **record}), allow_nan=False) + "\n"
-        with self._lock:
+        with self._lock, _named(self._path):
             self._file.write(line)
             self._file.flush()
 
@@ -257,8 +260,21 @@ def _finite(value: Any) -> Any:
 def _replace(path: Path, text: str) -> None:
     """Write a file anew, so that it is the old or the new one whatever happens."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with _named(path), temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Have an OSError of the block say which file it is about, as that of a full disk does not."""
+    try:
+        yield
+    except OSError as exc:
+        exc.filename = exc.filename or str(path)
+        raise

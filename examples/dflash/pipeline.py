@@ -118,13 +118,23 @@ class Pipeline:
         self._lock = threading.Lock()  # guards the list above; taken alone
 
     def on_abort(self, function: Callable[[], None]) -> None:
-        """Have ``function`` called, from any thread, when the pipeline is aborted."""
+        """Have ``function`` called, from any thread, when the pipeline is aborted; at once if it is."""
         with self._lock:
-            self._aborts.append(function)
+            failed = self.failed.is_set()
+            if not failed:
+                self._aborts.append(function)
+        if failed:
+            function()
 
-    def abort(self) -> None:
-        """End everything at once: rings closed, collectives ended. Any thread; idempotent."""
-        self.failed.set()
+    def abort(self) -> bool:
+        """End everything at once: rings closed, collectives ended. Any thread; idempotent.
+
+        Returns:
+            Whether this call was the first.
+        """
+        with self._lock:
+            first = not self.failed.is_set()
+            self.failed.set()
         for barrier in (self._ready, self._round, self._done):
             barrier.abort()
         self.rings.close()
@@ -132,6 +142,7 @@ class Pipeline:
             aborts, self._aborts = self._aborts, []
         for function in aborts:
             function()
+        return first
 
     def meet(self) -> None:
         """Wait until every target and drafter thread has come here: all has been compiled, and collectives may begin.
@@ -165,8 +176,7 @@ class Pipeline:
         try:
             body()
         except quiet:
-            if not self.failed.is_set():
-                self.abort()
+            if self.abort():
                 raise
         except BaseException:
             self.abort()

@@ -27,7 +27,7 @@ from torch.distributed.rendezvous import rendezvous as _rendezvous
 
 from .config import InputError
 from .pipeline import Topology
-from .replicas import drop, gather, wait_for
+from .replicas import ReplicaLost, attempt, connect, leave, wait_for
 
 _TIMEOUT = datetime.timedelta(minutes=30)  # for others to load their models; the dead are noticed sooner
 _BEAT_S = 1.0
@@ -94,6 +94,8 @@ class Processes:
         self._timeout_s = timeout_s
         self._store: Any = dist.HashStore() if store is None else store
         self._group: Any = None
+        self._stuck = False  # an agreement was given up
+        self._broken_off: str | None = None
         self._lost: str | None = None
         self._on_loss: list[Callable[[], None]] = []
         self._lock = threading.Lock()  # guards the two above; taken alone
@@ -102,7 +104,9 @@ class Processes:
         if size > 1:
             self._announce("0")
             self._watcher = threading.Thread(target=self._watch, name="peers", daemon=True)
+            self._answered_s = time.monotonic()
             self._watcher.start()
+            threading.Thread(target=self._watch_store, name="peers-store", daemon=True).start()
 
     @classmethod
     def join(cls, timeout_s: float) -> Processes:
@@ -145,8 +149,12 @@ class Processes:
         return tuple(devices[self.local_rank * count :][:count])
 
     def store(self, purpose: str) -> Any:
-        """A store for one thread of each process, apart from those of other purposes."""
-        store = self._store if self.size == 1 else self._store.clone()
+        """A store for one thread of each process, apart from those of other purposes.
+
+        Raises:
+            PeerLost: the store is gone.
+        """
+        store = self._store if self.size == 1 else self._asked(self._store.clone)
         return dist.PrefixStore(purpose, store)
 
     def from_first(self, name: str, make: Callable[[], str]) -> str:
@@ -162,39 +170,41 @@ class Processes:
             text = make()
             store.set(name, text)
             return text
-        deadline = time.monotonic() + _TIMEOUT.total_seconds()
-        while not self._asked(lambda: store.check([name])):
-            self.check()
-            if time.monotonic() > deadline:
-                raise PeerLost(f"Process 0 did not come to {name!r} within {_TIMEOUT}.")
-            time.sleep(_POLL_S)
+        store.set_timeout(_TIMEOUT)
         return str(self._asked(lambda: store.get(name)).decode())
 
-    def agree(self, number: int) -> int:
+    def agree(self, number: int, given_up: Callable[[], bool] = lambda: False) -> int:
         """The largest of the numbers that all processes give, each the same number of times. One thread of each.
 
+        Args:
+            given_up: looked at now and then: whether to wait for the others no more.
         Raises:
-            PeerLost: another process failed, or is gone.
+            PeerLost: another process failed, or is gone, or the wait is given up.
         """
         if self.size == 1:
             return number
         value = torch.tensor([number])
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
+
+        def ends() -> bool:
+            return self._lost is not None or given_up()
+
         try:
             if self._group is None:
-                store = self.store("agree")
-                gather(store, self.size, lambda: self._lost is not None)
-                self._group = dist.ProcessGroupGloo(store, self.rank, self.size, _TIMEOUT)
-            wait_for(self._group.allreduce([value], options), lambda: self._lost is not None)
+                self._group = connect(self.store("agree"), self.rank, self.size, ends)
+            wait_for(self._group.allreduce([value], options), ends)
         except RuntimeError as exc:
+            self._stuck = isinstance(exc, ReplicaLost)
+            if given_up():
+                raise PeerLost("The wait for the other processes was given up.") from exc
             raise self.explain(exc) from exc
         return int(value)
 
     def leave_agreement(self) -> None:
         """No more of ``agree``: others that wait for it get PeerLost. Its thread."""
         groups, self._group = [self._group], None
-        drop(groups)
+        leave(groups, self._stuck)
 
     def on_loss(self, function: Callable[[], None]) -> None:
         """Have ``function`` called, in another thread, once another process is lost; at once if it is."""
@@ -222,13 +232,20 @@ class Processes:
             time.sleep(_POLL_S)
         return PeerLost(self._lost or f"Another process of the run broke off: {error}")
 
+    def break_off(self, reason: str) -> None:
+        """Have ``close`` tell the others that this process has left them in the middle of the run."""
+        self._broken_off = reason
+
     def close(self, error: BaseException | None = None) -> None:
         """Tell the others that this process is done, or why it failed, and wait until they are done too. Idempotent."""
         if self._watcher is None or self._ended.is_set():
             return
+        reason = self._broken_off if error is None else f"{type(error).__name__}: {str(error)[:500]}"
+        deadline = time.monotonic() + 2 * _BEAT_S
         try:
-            self._announce(_ENDED if error is None else f"{_FAILED}{type(error).__name__}: {str(error)[:500]}")
-            if error is None:  # the store may live in this process
+            state = _ENDED if reason is None else f"{_FAILED}{reason}"
+            attempt(lambda: self._announce(state), lambda: time.monotonic() > deadline)
+            if reason is None:  # the store may live in this process
                 while self._lost is None and self._watcher.is_alive():
                     self._watcher.join(_POLL_S)
             elif self.rank == 0:  # likewise: let the others read it
@@ -238,27 +255,33 @@ class Processes:
         self._ended.set()
         self._watcher.join(2 * _BEAT_S)
 
+    def _is_lost(self) -> bool:
+        return self._lost is not None
+
     def _announce(self, state: str) -> None:
         self._store.set(f"state/{self.rank}", state)
 
     def _asked(self, question: Callable[[], Any]) -> Any:
-        """The store's answer, or PeerLost where there is no store any more."""
+        """The store's answer, or PeerLost where another process is lost meanwhile or there is no store any more."""
         try:
-            return question()
+            return attempt(question, self._is_lost)
+        except ReplicaLost:
+            raise PeerLost(self._lost) from None
         except RuntimeError as exc:
-            raise PeerLost(f"The run's store is gone ({exc}): process 0's host or the launcher has ended.") from exc
+            self.check()
+            raise PeerLost(f"The run's store gives no answer ({exc}): is process 0 there?") from exc
 
     def _watch(self) -> None:
         """Tell the others that this process lives, and see whether they do, until all have ended."""
         store = self._store.clone()
+        beats = dist.PrefixStore("beats", store)
         waiting_for = [rank for rank in range(self.size) if rank != self.rank]
         seen: dict[int, tuple[str, float]] = {rank: ("", time.monotonic()) for rank in waiting_for}
         beat = 0
-        announced = self.store("beats")
         while waiting_for and not self._ended.wait(min(_BEAT_S, self._timeout_s / 4)):
             try:
                 beat += 1
-                announced.set(str(self.rank), str(beat))
+                beats.set(str(self.rank), str(beat))
                 for rank in list(waiting_for):
                     state = store.get(f"state/{rank}").decode() if store.check([f"state/{rank}"]) else ""
                     if state == _ENDED:
@@ -266,7 +289,7 @@ class Processes:
                         continue
                     if state.startswith(_FAILED):
                         return self._lose(f"Process {rank} failed: {state[len(_FAILED) :]}")
-                    heard = announced.get(str(rank)).decode() if announced.check([str(rank)]) else ""
+                    heard = beats.get(str(rank)).decode() if beats.check([str(rank)]) else ""
                     if heard != seen[rank][0]:
                         seen[rank] = heard, time.monotonic()
                     elif time.monotonic() - seen[rank][1] > self._timeout_s:
@@ -274,13 +297,25 @@ class Processes:
                             f"Process {rank} has not been heard of for {self._timeout_s:.0f} s (--peer-timeout-s): "
                             "it was killed, its host is gone, or it hangs."
                         )
+                self._answered_s = time.monotonic()
             except RuntimeError as exc:
                 if not self._ended.is_set():
                     self._lose(f"The run's store is gone ({exc}): process 0's host or the launcher has ended.")
                 return
 
+    def _watch_store(self) -> None:
+        """See whether the store answers: a question to one whose host is frozen, or cut off, waits for ever."""
+        while self._watcher is not None and self._watcher.is_alive() and not self._ended.wait(_POLL_S):
+            if time.monotonic() - self._answered_s > self._timeout_s + _BEAT_S:
+                return self._lose(
+                    f"The run's store has not answered for {self._timeout_s:.0f} s (--peer-timeout-s): the host of "
+                    "process 0 or of the launcher is gone, or it hangs."
+                )
+
     def _lose(self, reason: str) -> None:
         with self._lock:
+            if self._lost is not None:
+                return
             self._lost = reason
             functions, self._on_loss = self._on_loss, []
         for function in functions:

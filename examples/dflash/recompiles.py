@@ -14,7 +14,7 @@ import os
 import re
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -112,7 +112,9 @@ def errors_noted(reporter: Reporter | Silent) -> Iterator[None]:
     except BaseException as exc:
         recompile = find_recompile(exc)
         if recompile is not None:
-            reporter.event("recompile", **asdict(recompile))
+            with suppress(OSError):
+                reporter.event("recompile", **asdict(recompile))
             raise InputError(str(recompile)) from exc
-        reporter.event("error", kind=type(exc).__name__, text=str(exc).split("\n", 1)[0])
+        with suppress(OSError):  # a full disk may be that very error
+            reporter.event("error", kind=type(exc).__name__, text=str(exc).split("\n", 1)[0])
         raise

@@ -14,12 +14,14 @@ post-accumulate hook runs in the thread that runs backward, which a context conf
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,7 +31,10 @@ import graphsafe
 
 from .config import InputError
 
+Found = TypeVar("Found")
+
 ABORT_TIMEOUT_S = 30.0
+_LEAVE_S = 5.0  # for a group without a collective under way to end
 _LOOK_S = 1.0  # between two looks at whether a wait is given up
 _POLL_S = 0.02  # between two looks at who has come
 TIMEOUT = datetime.timedelta(minutes=30)  # for a collective: a rank may wait long for its first features
@@ -60,6 +65,28 @@ def wait_for(work: Any, given_up: Callable[[], bool]) -> None:
                 raise ReplicaLost("The wait for another replica was given up.") from None
 
 
+def attempt(function: Callable[[], Found], given_up: Callable[[], bool]) -> Found:
+    """What ``function`` returns, or raises. It runs in a thread of its own, which is left behind once the wait is given
+    up: what connects, or asks a store whose host is frozen, cannot be broken off.
+
+    Raises:
+        ReplicaLost: the wait is given up.
+    """
+    outcome: Future[Found] = Future()
+
+    def body() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as exc:
+            outcome.set_exception(exc)
+
+    threading.Thread(target=body, name="attempt", daemon=True).start()
+    while not wait([outcome], _POLL_S).done:
+        if given_up():
+            raise ReplicaLost("The wait for another replica was given up.")
+    return outcome.result()
+
+
 def gather(store: Any, size: int, given_up: Callable[[], bool]) -> None:
     """Wait until ``size`` have come here, each with this store, since making a group cannot be given up.
 
@@ -73,9 +100,36 @@ def gather(store: Any, size: int, given_up: Callable[[], bool]) -> None:
         time.sleep(_POLL_S)
 
 
-def drop(groups: list[Any]) -> None:
-    """Empty a list that holds the last reference to a Gloo group, and wait for no collective still under way in it."""
-    threading.Thread(target=groups.clear, name="left-group", daemon=True).start()
+def connect(store: Any, rank: int, size: int, given_up: Callable[[], bool]) -> Any:
+    """A Gloo group of all who come here with this store.
+
+    Raises:
+        ReplicaLost: the wait for them is given up.
+        RuntimeError: they cannot be reached.
+    """
+
+    def make() -> Any:
+        gather(store, size, given_up)
+        return dist.ProcessGroupGloo(store, rank, size, TIMEOUT)
+
+    return attempt(make, given_up)
+
+
+def leave(groups: list[Any], stuck: bool) -> None:
+    """Empty a list that holds the last reference to a Gloo group: others that wait for this rank see it leave.
+
+    Args:
+        stuck: a collective is still under way, for which the group's end would wait. It then stays until the process
+            ends. (A thread that waited for it could return while Python ends, which torch answers with an abort.)
+    """
+    if stuck:
+        for group in groups:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        groups.clear()
+        return
+    leaving = threading.Thread(target=groups.clear, name="left-group", daemon=True)
+    leaving.start()
+    leaving.join(_LEAVE_S)
 
 
 class Replica:
@@ -95,19 +149,31 @@ class Replica:
         self._group: Any = None
         self._hooks: list[Any] = []
         self._alone = size == 1
+        self._stuck = False  # a collective on the CPU was given up
         self._aborting: threading.Thread | None = None
         self._given_up = threading.Event() if given_up is None else given_up
         if size > 1:
-            with graphsafe.current_context(device).released():
-                gather(store, size, self._given_up.is_set)
-            if device.type == "cuda":
-                self._group = dist.ProcessGroupNCCL(store, rank, size)
-            else:
-                try:
-                    self._group = dist.ProcessGroupGloo(store, rank, size, TIMEOUT)
-                except RuntimeError as exc:
-                    raise ReplicaLost(f"Replica {rank} of {size} does not reach the others: {exc}") from exc
-            self.sum(torch.zeros(1, device=device))  # connects now, not within the first step
+            try:
+                self._connect(store)
+                self.sum(torch.zeros(1, device=device))  # connects now, not within the first step
+            except BaseException:
+                self.close()
+                raise
+
+    def _connect(self, store: Any) -> None:
+        lost = self._given_up.is_set
+        try:
+            with graphsafe.current_context(self.device).released():
+                if self.device.type == "cuda":
+                    attempt(lambda: gather(store, self.size, lost), lost)
+                else:
+                    self._group = connect(store, self.rank, self.size, lost)
+        except ReplicaLost:
+            raise
+        except RuntimeError as exc:
+            raise ReplicaLost(f"Replica {self.rank} of {self.size} does not reach the others: {exc}") from exc
+        if self.device.type == "cuda":
+            self._group = dist.ProcessGroupNCCL(store, self.rank, self.size)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all replicas, as a new tensor; no gradient flows. Every replica must call it.
@@ -172,7 +238,7 @@ class Replica:
             self._aborting.join(ABORT_TIMEOUT_S)
         groups, self._hooks, self._group = [self._group], [], None
         if self.device.type != "cuda":
-            drop(groups)
+            leave(groups, self._stuck)
 
     def _sum_into(self, gradients: Sequence[Tensor]) -> None:
         flat = torch.cat([gradient.flatten() for gradient in gradients])
@@ -194,6 +260,7 @@ class Replica:
             with graphsafe.current_context(self.device).released():
                 wait_for(work, self._given_up.is_set)
         except ReplicaLost:
+            self._stuck = True
             raise
         except (dist.DistError, RuntimeError) as exc:
             if isinstance(exc, graphsafe.GraphsafeError | torch.OutOfMemoryError):

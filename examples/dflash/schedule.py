@@ -48,6 +48,10 @@ class Schedule:
         """Whether a checkpoint is written after so many steps."""
         return num_steps == self.num_steps or (self.save_every is not None and num_steps % self.save_every == 0)
 
+    def measures_after(self, num_steps: int) -> bool:
+        """Whether a measurement belongs to the checkpoint after so many steps."""
+        return self.num_validation_rounds > 0 and self.is_due(num_steps)
+
     def rounds(self) -> Iterator[Round]:
         """The rounds that are left, in order. The first are a measurement, so that a curve begins at the start."""
         yield from self._validation()

@@ -8,10 +8,11 @@ blocked signals of the thread that starts it, so the run's threads block both (`
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from .pipeline import Pipeline
 
@@ -59,24 +60,39 @@ def shielded() -> Iterator[None]:
 
 @contextmanager
 def listen(pipeline: Pipeline) -> Iterator[Signals]:
-    """Listen to both signals within a block. Only the main thread can; from another one none are heard."""
+    """Listen to both signals within a block. Only the main thread can; from another one none are heard.
+
+    A handler runs between any two instructions of the main thread, which may hold a lock then. So it only notes the
+    signal in a queue that is made for that, and a thread does what follows.
+    """
     signals = Signals(pipeline)
     if threading.current_thread() is not threading.main_thread():
         yield signals
         return
 
+    came: queue.SimpleQueue[int] = queue.SimpleQueue()
+
     def handle(number: int, frame: object) -> None:
         signals.received.append(number)
-        if signals.twice:
-            signals.agreed = signals.received[0]
-            pipeline.abort()
-        else:
-            pipeline.stop.set()
-            os.write(2, b"\nstopping at the end of the round; once more stops at once\n")
+        came.put(number)
 
+    def answer() -> None:
+        while came.get():
+            if signals.twice:
+                signals.agreed = signals.received[0]
+                pipeline.abort()
+            else:
+                pipeline.stop.set()
+                with suppress(OSError):  # the signal may have ended whoever read that
+                    os.write(2, b"\nstopping at the end of the round; once more stops at once\n")
+
+    answering = threading.Thread(target=answer, name="signals", daemon=True)
+    answering.start()
     former = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield signals
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
+        came.put(0)
+        answering.join()

@@ -25,7 +25,7 @@ from .feature_cache import feature_cache
 from .features import FeatureSource
 from .pipeline import Pipeline, PipelineEnded
 from .processes import PeerLost
-from .replicas import Replica, ReplicaLost
+from .replicas import Replica, ReplicaLost, attempt, gather
 from .signals import Signals, shielded
 from .step import DrafterStep, target_specs
 from .target import Target
@@ -50,9 +50,14 @@ def run_threads(
     ranks = [run.rank(number) for number in range(len(devices.drafters))]
     batches = packing.scheduled_batches(documents, validation, config, run.schedule, ranks, run.num_replicas)
 
+    left, agree = run.schedule.rounds(), partial(run.processes.agree, given_up=pipeline.failed.is_set)
+
+    def stops() -> bool:  # asked before each round and once more: a run that has read all of them is not stopped
+        return next(left, None) is not None and signals.stops(agree)
+
     def read() -> None:
         try:
-            pipeline.read(batches, packing.empty_batch(config), lambda: signals.stops(run.processes.agree))
+            pipeline.read(batches, packing.empty_batch(config), stops)
         finally:
             run.processes.leave_agreement()
 
@@ -115,6 +120,10 @@ def _drafter_body(run: Run, number: int, store: Any, stack: ExitStack) -> None:
         trainer.finish()
         graphsafe.current_context(device).synchronize()
         run.pipeline.part()
+        if run.processes.size > 1:  # the same for those of other processes
+            lost, left = run.pipeline.failed.is_set, run.processes.store("left")
+            with graphsafe.current_context(device).released():
+                attempt(partial(gather, left, run.num_replicas, lost), lost)
 
 
 def _padding(run: Run, device: torch.device) -> dict[str, Tensor]:

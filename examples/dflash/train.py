@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -127,12 +128,15 @@ def count_steps(documents: Sequence[Document], config: Config, num_drafters: int
 def find_start(config: Config, agreed: Contract, checkpoints: Checkpoints, say: Callable[[str], object]) -> str:
     """The checkpoint that the run goes on from; "" where it begins anew, with what a former run left renamed.
 
+    A finished run is no run to go on from, but where torchrun starts it again, since a process died at its very end.
+
     Raises:
         InputError: the one that is there is of a run with other settings.
     """
     checkpoints.clear_leftovers()
     newest = checkpoints.newest() if config.resume else None
-    if newest is not None and not newest.is_final:
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if newest is not None and (restarted or not newest.is_final):
         check_contract(newest.contract, agreed, f"The checkpoint {newest.path}")
         checkpoints.relink(newest, config.drafter_path, config.best_path)
         return str(newest.path)
@@ -171,9 +175,9 @@ def train_on(
     agreed = contract(config, documents, num_replicas, num_steps)
     checkpoints = Checkpoints(config.checkpoints_path, config.keep_checkpoints)
     with ExitStack() as stack:
-        stack.callback(checkpoints.close)
         if processes.rank == 0:
             stack.enter_context(_sole_writer(config))
+        stack.callback(checkpoints.close)
         start = _agree_on_start(config, agreed, checkpoints, processes)
         reporter: Reporter | Silent = Silent()
         if processes.rank == 0:
@@ -229,11 +233,13 @@ def train_on(
             run_threads(run, documents, validation, targets, signals)
         except BaseExceptionGroup as group_error:
             error = _root(group_error)
-            if processes.size > 1 and isinstance(error, ReplicaLost | PipelineEnded | PeerLost):
+            if processes.size > 1 and _means_loss(error, processes):
                 raise _with_advice(processes.explain(error), checkpoints) from error
             raise error from None
         if processes.lost is not None:
             raise _with_advice(PeerLost(processes.lost), checkpoints)
+        if signals.twice:
+            processes.break_off("a second signal has ended it at once")
         if signals.agreed:
             reporter.event("stop", signal=signals.agreed)
             reporter.say("stopped" if signals.twice else f"stopped early; the drafter is in {config.drafter_path}")
@@ -292,15 +298,32 @@ def _sole_writer(config: Config) -> Iterator[None]:
             return
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as exc:
+        except BlockingIOError as exc:
             raise InputError(f"Another train is writing to {config.out}. Wait for it, or take another --out.") from exc
+        except OSError as exc:
+            print(f"Nothing keeps another train out of {config.out}: that file system has no locks ({exc}).")
         yield
 
 
 def _with_advice(lost: PeerLost, checkpoints: Checkpoints) -> PeerLost:
-    newest = checkpoints.newest()
+    """The error, with what to do. Waits for the checkpoint that is being written, which is the one to name."""
+    checkpoints.close()
+    try:
+        newest = checkpoints.newest()
+    except InputError as exc:  # damaged, or just removed by process 0
+        return PeerLost(f"{lost} {exc}")
+    if newest is not None and newest.is_final:
+        return PeerLost(f"{lost} All steps were done before; {newest.path} holds the last.")
     where = "There is no checkpoint yet" if newest is None else f"The last checkpoint is {newest.path}"
     return PeerLost(f"{lost} {where}; start all processes again, and the run goes on from there.")
+
+
+def _means_loss(error: BaseException, processes: Processes) -> bool:
+    """Whether an error, or each of a group, is what another process's end looks like in this one's threads."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(_means_loss(inner, processes) for inner in error.exceptions)
+    late = isinstance(error, TimeoutError) and processes.lost is not None  # a thread that cannot be broken off
+    return late or isinstance(error, ReplicaLost | PipelineEnded | PeerLost)
 
 
 @contextmanager

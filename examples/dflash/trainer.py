@@ -85,6 +85,8 @@ class Trainer:
         self.rounds = run.schedule.rounds()
         self.num_steps = self.logged_at = self.saved_at = run.schedule.first_step
         self.best = None if run.start is None else run.start.best
+        if run.start is not None and run.start.unmeasured:
+            self.saved_at -= 1  # the measurement to come is that checkpoint's
         self.started_s = self.logged_s = time.monotonic()
         self.timer = run.telemetry.timer(f"drafter-{number}")
         self.compiles = compiles(run.config, run.devices)
@@ -100,6 +102,7 @@ class Trainer:
         with self.timer:
             self.meter.add(self.step(batch))
         self.num_steps += 1
+        self.run.checkpoints.check()
         schedule, here = self.run.schedule, self.num_steps - self.run.schedule.first_step
         due = schedule.is_due(self.num_steps)
         if self.num_steps % self.run.config.log_every == 0 or here == 1 or due:
@@ -116,7 +119,7 @@ class Trainer:
         """After the last batch."""
         if self.num_steps > self.logged_at:
             self.log()
-        if self.num_steps > self.saved_at or not self.run.config.drafter_path.is_file():
+        if self.num_steps > self.saved_at or self.num_steps == 0:  # there is a drafter even before the first step
             self.save(None)
         if self.replica.rank == 0:
             self.run.checkpoints.wait()
@@ -124,7 +127,9 @@ class Trainer:
     def validated(self) -> None:
         """After a measurement on the validation documents: report it, and write the checkpoint that was due."""
         record = summarize(self.replica.sum(self.validation.take()).tolist())
-        if self.replica.rank != 0:
+        start = self.run.start
+        known = start is not None and start.step == self.num_steps and start.acceptance is not None
+        if self.replica.rank != 0 or known:
             return
         self.run.reporter.event("validation", step=self.num_steps, **record)
         if self.num_steps > self.saved_at:
@@ -139,7 +144,7 @@ class Trainer:
         graphsafe.current_context(self.step.device).synchronize()
         if self.replica.rank != 0 or self.run.pipeline.failed.is_set():
             return
-        config, also = self.run.config, [self.run.config.drafter_path]
+        config, schedule, also = self.run.config, self.run.schedule, [self.run.config.drafter_path]
         if acceptance is not None and (self.best is None or acceptance > self.best):
             self.best = acceptance
             also.append(config.best_path)
@@ -152,6 +157,7 @@ class Trainer:
             contract=self.run.contract,
             acceptance=acceptance,
             best=self.best,
+            unmeasured=acceptance is None and self.num_steps > 0 and schedule.measures_after(self.num_steps),
         )
         self.run.checkpoints.save(snapshot, also)
         self.saved_at = self.num_steps

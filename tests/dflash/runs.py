@@ -5,6 +5,7 @@ Run as a program (``python -m tests.dflash.runs OUT ...``) it is what torchrun s
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import faulthandler
 import json
@@ -70,8 +71,9 @@ def _child(log: Path, config: Config, rank: int, size: int, port: int, before: C
     except BaseException as exc:
         print(f"error {type(exc).__name__}: {explain(exc) or exc}", file=sys.stderr, flush=True)
         code = 2
-    sys.stderr.flush()
-    os._exit(code)  # as a process whose threads are done
+    if size > 1 and code == 2:
+        ctypes.pythonapi.Py_Exit(code)  # as a program ends: Python is taken down around the threads that are left
+    os._exit(code)  # the same, in less time, where none are left
 
 
 class Run:

@@ -91,6 +91,8 @@ def test_a_stopped_run_goes_on_bit_for_bit_and_repeats_no_reading(tmp_path, unin
     assert equal(weights(config), weights(uninterrupted))
     steps = [record["step"] for record in read_log(config) if "event" not in record]
     assert steps == sorted(set(steps))
+    measured = [record["step"] for record in read_log(config) if record.get("event") == "validation"]
+    assert measured == sorted(set(measured))
     common = losses(config).keys() & losses(uninterrupted).keys()
     assert len(common) > 5
     resumed = [record["step"] for record in read_log(config) if record.get("event") == "resume"]
