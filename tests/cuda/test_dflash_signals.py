@@ -1,4 +1,4 @@
-"""A signal to the whole process group, as a terminal or a job scheduler sends it, while the steps are being compiled."""
+"""A signal to the whole process group, as a terminal or a job scheduler sends it, while steps are being compiled."""
 
 from __future__ import annotations
 
