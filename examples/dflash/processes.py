@@ -97,7 +97,7 @@ class Processes:
         self._stuck = False  # an agreement was given up
         self._broken_off: str | None = None
         self._lost: str | None = None
-        self._on_loss: list[Callable[[], None]] = []
+        self._on_loss: list[Callable[[], object]] = []
         self._lock = threading.Lock()  # guards the two above; taken alone
         self._ended = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -206,7 +206,7 @@ class Processes:
         groups, self._group = [self._group], None
         leave(groups, self._stuck)
 
-    def on_loss(self, function: Callable[[], None]) -> None:
+    def on_loss(self, function: Callable[[], object]) -> None:
         """Have ``function`` called, in another thread, once another process is lost; at once if it is."""
         with self._lock:
             lost = self._lost is not None

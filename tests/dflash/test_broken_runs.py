@@ -134,6 +134,7 @@ def test_a_finished_run_is_not_trained_anew_when_torchrun_restarts_it(tmp_path):
     again = Run(config, before=restarted)
     assert again.wait() == [0], again.said()
     assert [e["step"] for e in events(config, "resume")] == [10]
+    assert [e["step"] for e in events(config, "validation")] == [0, 10]  # known, so not noted once more
     assert not list(config.out.glob("previous-*"))
     assert all(torch.equal(weights(config)[name], before[name]) for name in before)
 
