@@ -74,21 +74,26 @@ def contract(config: Config, documents: Sequence[Document], num_drafters: int, n
     return plain
 
 
-def check_contract(former: Contract, now: Contract, where: str) -> None:
-    """Raise InputError, naming what has changed, where a run would go on as another one."""
-    changed = [name for name in sorted({*former, *now}) if former.get(name) != now.get(name)]
-    if not changed:
-        return
+def differences(one: Contract, other: Contract, first: str, second: str) -> list[str]:
+    """A line for each setting that differs, with both values, ``first`` and ``second`` said before them."""
     fields = {field.name for field in dataclasses.fields(Config)}
-    lines = [
-        f"  {'--' + name.replace('_', '-') if name in fields else name}: was {former.get(name)!r}, is {now.get(name)!r}"
-        for name in changed
+    return [
+        f"  {'--' + name.replace('_', '-') if name in fields else name}: "
+        f"{first} {one.get(name)!r}, {second} {other.get(name)!r}"
+        for name in sorted({*one, *other})
+        if one.get(name) != other.get(name)
     ]
-    raise InputError(
-        f"{where} was written by a run with other settings, so this one cannot go on from it:\n"
-        + "\n".join(lines)
-        + "\nGive it the same settings, or begin anew with --no-resume (the former drafter is kept) or another --out."
-    )
+
+
+def check_contract(former: Checkpoint, now: Contract) -> None:
+    """Raise InputError, naming what has changed, where a run would go on as another one."""
+    changed = differences(former.contract, now, "was", "is")
+    if changed:
+        raise InputError(
+            f"{former.path} was written by a run with other settings, so this one cannot go on from it:\n"
+            + "\n".join(changed)
+            + "\nGive it the same settings, or begin anew with --no-resume (the former drafter stays) or another --out."
+        )
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from . import batches as packing
-from .checkpoint import Checkpoint, Checkpoints, Contract, check_contract, contract, read_checkpoint
+from .checkpoint import Checkpoint, Checkpoints, Contract, check_contract, contract, differences, read_checkpoint
 from .config import Config, InputError, note_split
 from .data import Document, load_training_documents, split_validation
 from .drafter import DrafterConfig
@@ -134,10 +134,10 @@ def find_start(config: Config, agreed: Contract, checkpoints: Checkpoints, say: 
         InputError: the one that is there is of a run with other settings.
     """
     checkpoints.clear_leftovers()
-    newest = checkpoints.newest() if config.resume else None
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # by torchrun: the same run, begun anew or not
+    newest = checkpoints.newest() if config.resume or restarted else None
     if newest is not None and (restarted or not newest.is_final):
-        check_contract(newest.contract, agreed, f"The checkpoint {newest.path}")
+        check_contract(newest, agreed)
         checkpoints.relink(newest, config.drafter_path, config.best_path)
         return str(newest.path)
     keep_former(config, say)
@@ -258,7 +258,11 @@ def _agree_on_start(
     first = json.loads(
         processes.from_first("start", lambda: json.dumps([settings, find_start(config, agreed, checkpoints, say)]))
     )
-    check_contract(json.loads(first[0]), agreed, "Process 0's part of the run")
+    differing = differences(json.loads(first[0]), agreed, "process 0 has", "this one")
+    if differing:
+        raise InputError(
+            "The processes of a run must be given the same options and data, but they differ:\n" + "\n".join(differing)
+        )
     if not first[1]:
         return None
     path = Path(first[1])

@@ -132,7 +132,7 @@ def test_processes_with_other_data_are_refused(tmp_path):
     config = settings(tmp_path / "run", targets=("cpu",) * 2, drafters=("cpu",) * 2)
     run = Run(config, size=2, before=differ)
     assert run.wait() == [2, 2], run.said()
-    assert "documents: was" in run.logs[1].read_text()
+    assert "documents: process 0 has" in run.logs[1].read_text()
     assert "Process 1 failed: InputError" in run.logs[0].read_text()
 
 
