@@ -197,6 +197,8 @@ def explain(exc: BaseException) -> str | None:
 def _of_the_user(error: BaseException) -> str | None:
     if isinstance(error, InputError | PeerLost):
         return str(error)
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return f"{error.filename} is there already and no directory. Name another place (--out for what is written)."
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}. Free it, or name another place (--out for what is written)."
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

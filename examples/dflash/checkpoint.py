@@ -32,7 +32,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from .config import Config, InputError
 from .data import Document
@@ -85,6 +84,12 @@ def differences(one: Contract, other: Contract, first: str, second: str) -> list
     ]
 
 
+def _on_documents(changed: list[str]) -> str:
+    if not any(line.startswith("  documents:") for line in changed):
+        return ""
+    return "\n(--data, --num-held-out, --num-validation and --num-samples decide the documents.)"
+
+
 def check_contract(former: Checkpoint, now: Contract) -> None:
     """Raise InputError, naming what has changed, where a run would go on as another one."""
     changed = differences(former.contract, now, "was", "is")
@@ -92,6 +97,7 @@ def check_contract(former: Checkpoint, now: Contract) -> None:
         raise InputError(
             f"{former.path} was written by a run with other settings, so this one cannot go on from it:\n"
             + "\n".join(changed)
+            + _on_documents(changed)
             + "\nGive it the same settings, or begin anew with --no-resume (the former drafter stays) or another --out."
         )
 
@@ -184,7 +190,7 @@ class Snapshot:
         return cls(
             weights={name: _copied(weight) for name, weight in model.state_dict().items()},
             drafter=dataclasses.asdict(model.config),
-            training=pytree.tree_map_only(Tensor, _copied, training),
+            training=_copied_all(training),
             state={
                 "version": _VERSION,
                 "step": step,
@@ -337,6 +343,17 @@ def _link(source: Path, place: Path) -> None:
 
 def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _copied_all(state: Any) -> Any:
+    """A state of dicts and lists with copies of its tensors."""
+    if isinstance(state, Tensor):
+        return _copied(state)
+    if isinstance(state, dict):
+        return {key: _copied_all(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(_copied_all(value) for value in state)
+    return state
 
 
 def read_checkpoint(path: Path) -> Checkpoint:

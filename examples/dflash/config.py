@@ -128,7 +128,7 @@ class Config:
     keep_checkpoints: int = 2
     """So many of the newest checkpoints stay; the drafter of the best one always does."""
     resume: bool = True
-    """Go on from the newest checkpoint of an unfinished run in --out; --no-resume begins anew, keeping its drafter."""
+    """Go on from the newest checkpoint in --out; --no-resume begins anew and keeps the former drafter, renamed."""
     peer_timeout_s: float = 60.0
     """Several processes: one that has not been heard of for so long is taken for dead, and the others end."""
     tensorboard: bool = False

@@ -196,9 +196,9 @@ def main(config: Config) -> Evaluation:
     Raises:
         InputError: there is no drafter, it is another target's, or nothing is held out.
     """
-    check_split(config)
     device = torch.device(config.targets[0])
     drafter = _load_drafter(config, device)
+    check_split(config)
     target = load_target(resolve_target(config.target), device, getattr(torch, config.dtype))
     check_drafter(drafter, target, config)
     prompts = load_held_out_prompts(config, target.tokenizer)
@@ -207,7 +207,11 @@ def main(config: Config) -> Evaluation:
     evaluation = evaluate(target, lambda lane: ModelDrafting(drafter, lane), prompts, config, say=print)
     print(evaluation.report())
     print(evaluation.verdict())
-    _write(config.out / "evaluation.json", evaluation.as_dict())
+    own = config.drafter is None  # else the run's own result stays as it is
+    path = config.out / ("evaluation.json" if own else f"evaluation-{config.drafter.stem}.json")
+    found = {"drafter": str(config.drafter or config.drafter_path), "num_prompts": len(prompts)}
+    _write(path, {**found, **evaluation.as_dict()})
+    print(f"The numbers are in {path}.")
     return evaluation
 
 

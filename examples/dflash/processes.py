@@ -96,6 +96,7 @@ class Processes:
         self._group: Any = None
         self._stuck = False  # an agreement was given up
         self._broken_off: str | None = None
+        self._seen: dict[int, tuple[str, float]] = {}  # of each other process: its last beat, and when it was new
         self._lost: str | None = None
         self._on_loss: list[Callable[[], object]] = []
         self._lock = threading.Lock()  # guards the two above; taken alone
@@ -198,7 +199,7 @@ class Processes:
             self._stuck = isinstance(exc, ReplicaLost)
             if given_up():
                 raise PeerLost("The wait for the other processes was given up.") from exc
-            raise self.explain(exc) from exc
+            raise self.explain() from exc
         return int(value)
 
     def leave_agreement(self) -> None:
@@ -225,12 +226,14 @@ class Processes:
         if self._lost is not None:
             raise PeerLost(self._lost)
 
-    def explain(self, error: BaseException) -> PeerLost:
+    def explain(self) -> PeerLost:
         """The error for a collective that failed: what is known of the others, once there has been time to hear it."""
         deadline = time.monotonic() + 3 * _BEAT_S
         while self._lost is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        return PeerLost(self._lost or f"Another process of the run broke off: {error}")
+        silent = [str(rank) for rank, (_, at) in list(self._seen.items()) if time.monotonic() - at > 2 * _BEAT_S]
+        who = f"Process {' and '.join(silent)}, which is silent now," if silent else "Another process of the run"
+        return PeerLost(self._lost or f"{who} broke off: it was killed, or its host is gone.")
 
     def break_off(self, reason: str) -> None:
         """Have ``close`` tell the others that this process has left them in the middle of the run."""
@@ -276,7 +279,8 @@ class Processes:
         store = self._store.clone()
         beats = dist.PrefixStore("beats", store)
         waiting_for = [rank for rank in range(self.size) if rank != self.rank]
-        seen: dict[int, tuple[str, float]] = {rank: ("", time.monotonic()) for rank in waiting_for}
+        seen = self._seen
+        seen.update({rank: ("", time.monotonic()) for rank in waiting_for})
         beat = 0
         while waiting_for and not self._ended.wait(min(_BEAT_S, self._timeout_s / 4)):
             try:
@@ -286,6 +290,7 @@ class Processes:
                     state = store.get(f"state/{rank}").decode() if store.check([f"state/{rank}"]) else ""
                     if state == _ENDED:
                         waiting_for.remove(rank)
+                        del seen[rank]
                         continue
                     if state.startswith(_FAILED):
                         return self._lose(f"Process {rank} failed: {state[len(_FAILED) :]}")

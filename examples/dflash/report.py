@@ -85,7 +85,9 @@ def _evaluated(evaluation: Record) -> list[tuple[str, str]]:
     acceptance = value_of(evaluation, "acceptance")
     if acceptance is not None:
         lossless = {True: ", lossless", False: ", NOT lossless"}.get(evaluation.get("lossless"), "")  # type: ignore[arg-type]
-        passed = {True: ": passed", False: ": failed"}.get(evaluation.get("passed"), "")  # type: ignore[arg-type]
+        passed = {True: "; passed", False: "; failed"}.get(evaluation.get("passed"), "")  # type: ignore[arg-type]
+        if passed == "; failed" and evaluation.get("lossless"):
+            passed = "; less than was asked for"
         rows.append(("evaluate", f"acceptance length {acceptance:.2f}{lossless}{passed}"))
     for way, scores in evaluation.items():
         saved = value_of(scores, "all", "calls_saved") if isinstance(scores, Mapping) else None
@@ -93,7 +95,7 @@ def _evaluated(evaluation: Record) -> list[tuple[str, str]]:
             length, seconds = value_of(scores, "all", "acceptance"), value_of(scores, "seconds")
             time = "" if seconds is None else f", {seconds:.1f} s"
             rows.append((f"  {way}", f"acceptance length {length:.2f}, {saved:.1%} of target calls saved{time}"))
-    alone = value_of(evaluation, "target_alone_seconds")
+    alone = value_of(evaluation, "target_alone", "seconds")
     return [*rows, ("  target alone", f"{alone:.1f} s")] if alone is not None else rows
 
 

@@ -41,8 +41,10 @@ class Signals:
             agree: gives the largest of all processes' numbers.
         """
         number = self.received[0] if self.received else signal.SIGTERM if self._pipeline.stop.is_set() else 0
-        self.agreed = agree(int(number))
-        return self.agreed != 0
+        agreed = agree(int(number))
+        if agreed:  # a second signal may have come meanwhile, which nobody has to agree with
+            self.agreed = agreed
+        return agreed != 0
 
 
 @contextmanager

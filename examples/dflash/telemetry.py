@@ -291,7 +291,7 @@ def describe_run(config: Config, devices: Topology) -> dict[str, Any]:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
-            "graphsafe": graphsafe.__version__,
+            "graphsafe": _version("graphsafe") or "not installed",
             **{name: found for name in PACKAGES if (found := _version(name)) is not None},
         },
         "devices": {

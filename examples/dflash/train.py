@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -81,20 +80,21 @@ def _check_vocabulary(documents: Sequence[Document], target: Target, config: Con
 
 
 def keep_former(config: Config, say: Callable[[str], object] = print) -> None:
-    """Rename what a former run has left, so that this one does not overwrite it."""
-    kept = (config.drafter_path, config.best_path, config.checkpoints_path, config.metrics_path)
-    if config.drafter_path.is_file():
-        say(f"the drafter of the last run is now {_previous(config.drafter_path)}")
-    for path in kept:
-        for part in {path, path.with_suffix(".json")}:
-            if part.is_dir() and _previous(part).is_dir():
-                shutil.rmtree(_previous(part))
-            if part.exists():
-                part.replace(_previous(part))
+    """Rename what former runs have left, each under a number of its own, so that nothing is overwritten."""
+    weights = (config.drafter_path, config.best_path)
+    left = (*weights, *(path.with_suffix(".json") for path in weights), config.checkpoints_path, config.metrics_path)
+    left = tuple(path for path in left if path.exists())
+    number = 1
+    while any(_previous(path, number).exists() for path in left):
+        number += 1
+    for path in left:
+        path.replace(_previous(path, number))
+    if config.drafter_path in left:
+        say(f"the drafter of the run before is now {_previous(config.drafter_path, number)}")
 
 
-def _previous(path: Path) -> Path:
-    return path.with_name(f"previous-{path.name}")
+def _previous(path: Path, number: int) -> Path:
+    return path.with_name(f"previous-{number}-{path.name}")
 
 
 def load_targets(path: Path, config: Config, devices: Topology) -> dict[torch.device, Target]:
@@ -128,7 +128,7 @@ def count_steps(documents: Sequence[Document], config: Config, num_drafters: int
 def find_start(config: Config, agreed: Contract, checkpoints: Checkpoints, say: Callable[[str], object]) -> str:
     """The checkpoint that the run goes on from; "" where it begins anew, with what a former run left renamed.
 
-    A finished run is no run to go on from, but where torchrun starts it again, since a process died at its very end.
+    A finished run is gone on from like any other, and has nothing left to do: --no-resume begins anew.
 
     Raises:
         InputError: the one that is there is of a run with other settings.
@@ -136,7 +136,7 @@ def find_start(config: Config, agreed: Contract, checkpoints: Checkpoints, say: 
     checkpoints.clear_leftovers()
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # by torchrun: the same run, begun anew or not
     newest = checkpoints.newest() if config.resume or restarted else None
-    if newest is not None and (restarted or not newest.is_final):
+    if newest is not None:
         check_contract(newest, agreed)
         checkpoints.relink(newest, config.drafter_path, config.best_path)
         return str(newest.path)
@@ -224,6 +224,8 @@ def train_on(
         )
         if start is not None:
             reporter.say(f"going on from {start.path}, after {start.step} of them")
+            if start.is_final:
+                reporter.say("this run is finished; --no-resume begins anew and keeps its drafter")
             reporter.event("resume", step=start.step)
         signals = stack.enter_context(listen(pipeline))
         if compiles(config, devices):
@@ -234,7 +236,7 @@ def train_on(
         except BaseExceptionGroup as group_error:
             error = _root(group_error)
             if processes.size > 1 and _means_loss(error, processes):
-                raise _with_advice(processes.explain(error), checkpoints) from error
+                raise _with_advice(processes.explain(), checkpoints) from error
             raise error from None
         if processes.lost is not None:
             raise _with_advice(PeerLost(processes.lost), checkpoints)

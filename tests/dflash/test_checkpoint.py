@@ -115,8 +115,20 @@ def test_a_changed_hyper_parameter_is_refused_with_its_name_and_the_run_is_left_
     assert config.metrics_path.read_text() == before[2]
     anew = Run(dataclasses.replace(config, lr=2e-2, max_steps=3, resume=False))
     assert anew.wait() == [0]
-    assert equal(drafters.load(config.out / "previous-drafter.safetensors", "cpu").state_dict(), before[1])
-    assert (config.out / "previous-checkpoints").is_dir()
+    assert equal(drafters.load(config.out / "previous-1-drafter.safetensors", "cpu").state_dict(), before[1])
+    assert (config.out / "previous-1-checkpoints").is_dir()
+
+
+def test_a_finished_run_has_nothing_left_to_do_and_keeps_its_drafter(tmp_path):
+    config = settings(tmp_path / "run", max_steps=14)
+    assert Run(config).wait() == [0]
+    before, log = weights(config), losses(config)
+    again = Run(config)
+    assert again.wait() == [0], again.said()
+    assert "this run is finished" in again.said()
+    assert equal(weights(config), before)
+    assert losses(config) == log
+    assert not list(config.out.glob("previous-*"))
 
 
 def test_every_option_is_part_of_the_contract_or_named_as_free():

@@ -154,17 +154,17 @@ def test_summary_has_what_evaluate_found():
         "passed": True,
         "lossless": True,
         "acceptance": 2.25,
-        "target_alone_seconds": 8.0,
+        "target_alone": {"seconds": 8.0},
         "drafter": {"all": {"acceptance": 2.25, "calls_saved": 0.5}, "seconds": 4.0},
         "prompt lookup": {"all": {"acceptance": 1.5, "calls_saved": 0.25}, "seconds": 6.0},
     }
     rows = rows_of(RUN, evaluation)
-    assert rows["evaluate"] == "acceptance length 2.25, lossless: passed"
+    assert rows["evaluate"] == "acceptance length 2.25, lossless; passed"
     assert rows["  drafter"] == "acceptance length 2.25, 50.0% of target calls saved, 4.0 s"
     assert rows["  prompt lookup"] == "acceptance length 1.50, 25.0% of target calls saved, 6.0 s"
     assert rows["  target alone"] == "8.0 s"
     failed = rows_of(RUN, {"acceptance": 1.0, "lossless": False, "passed": False})
-    assert failed["evaluate"] == "acceptance length 1.00, NOT lossless: failed"
+    assert failed["evaluate"] == "acceptance length 1.00, NOT lossless; failed"
 
 
 def test_figure_has_a_panel_for_each_question_with_the_runs_numbers():

@@ -222,7 +222,11 @@ def test_train_keeps_the_drafter_of_the_run_before(tmp_path, capsys):
     config.drafter_path.with_suffix(".json").write_text("{}")
     keep_former(config)
     assert not config.drafter_path.exists()
-    assert (config.out / f"previous-{config.drafter_path.name}").read_bytes() == b"former"
+    assert (config.out / f"previous-1-{config.drafter_path.name}").read_bytes() == b"former"
+    config.drafter_path.write_bytes(b"later")
+    keep_former(config)
+    assert (config.out / f"previous-1-{config.drafter_path.name}").read_bytes() == b"former"
+    assert (config.out / f"previous-2-{config.drafter_path.name}").read_bytes() == b"later"
     assert "previous-" in capsys.readouterr().out
 
 
