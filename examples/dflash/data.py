@@ -16,7 +16,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,35 @@ def load_held_out_prompts(config: Config, tokenizer: Any, *, say: Say = print) -
         _check_fits(len(prompt), line.line, config)
         prompts.append(Prompt(line.id, line.line, prompt))
     return prompts
+
+
+def check_unseen(config: Config) -> None:
+    """Raise InputError where prompts to be evaluated are among those that the run's drafter was trained on.
+
+    (``config.check_split`` does it for the run's own data.) Nothing is known of prompts that came as tokens.
+    """
+    if not config.split_path.is_file():
+        return
+    noted = json.loads(config.split_path.read_text())
+    former = replace(config, data=Path(noted["data"]), num_held_out=noted["num_held_out"])
+    if former.data == config.data.resolve() or not former.data.is_file():
+        return
+    known = set(_prompts(former, held_out=False))
+    held_out = list(_prompts(config, held_out=True))
+    seen = sum(prompt in known for prompt in held_out)
+    if seen:
+        raise InputError(
+            f"The drafter of {config.out} was trained on {seen} of the {len(held_out)} prompts that {config.data} holds "
+            f"out: they are in {former.data}. Give evaluate prompts that it has not seen, with --data."
+        )
+
+
+def _prompts(config: Config, held_out: bool) -> Iterator[str]:
+    num_lines = count_lines(config.data, say=lambda text: None)
+    num_training = _num_training(num_lines, config)
+    for line in _lines(config, num_training, num_lines) if held_out else _lines(config, 0, num_training):
+        if isinstance(line, Conversation):
+            yield json.dumps(line.prompt, sort_keys=True)
 
 
 def load_training_documents(config: Config, tokenizer: Any, mask_token_id: int, *, say: Say = print) -> list[Document]:

@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 
 from .config import Config, InputError, check_split
-from .data import Prompt, load_held_out_prompts
+from .data import Prompt, check_unseen, load_held_out_prompts
 from .decode import BatchDecoder, Decoded, loops
 from .drafter import Drafter
 from .export import load_drafter
@@ -199,6 +199,7 @@ def main(config: Config) -> Evaluation:
     device = torch.device(config.targets[0])
     drafter = _load_drafter(config, device)
     check_split(config)
+    check_unseen(config)
     target = load_target(resolve_target(config.target), device, getattr(torch, config.dtype))
     check_drafter(drafter, target, config)
     prompts = load_held_out_prompts(config, target.tokenizer)

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from examples.dflash.config import InputError
+from examples.dflash.config import PRESETS, InputError, note_split
 from examples.dflash.data import (
     Document,
     answer_key,
+    check_unseen,
     load_held_out_prompts,
     load_training_documents,
     load_training_prompts,
@@ -386,3 +387,18 @@ def test_documents_share_one_object_for_each_token_id(tmp_path):
     first, second = documents_of(config, bpe_tokenizer(None))
     assert first.tokens == [300, 301]
     assert [a is b for a, b in zip(first.tokens, second.tokens, strict=True)] == [True, True]
+
+
+def test_prompts_that_the_run_was_trained_on_are_refused_whatever_file_they_come_from(tmp_path):
+    lines = [conversation(f"question {number}", "answer") for number in range(20)]
+    trained = dataclasses.replace(
+        PRESETS["demo"], data=write_lines(tmp_path / "a.jsonl", lines), num_held_out=5, out=tmp_path / "run"
+    )
+    check_unseen(trained)  # of a run that noted nothing, nothing is known
+    note_split(trained)
+    check_unseen(trained)
+    fresh = write_lines(tmp_path / "b.jsonl", [*lines[:10], *lines[15:]])
+    check_unseen(dataclasses.replace(trained, data=fresh))
+    seen = write_lines(tmp_path / "c.jsonl", [*lines[15:], *lines[:10]])
+    with pytest.raises(InputError, match="was trained on 5 of the 5 prompts"):
+        check_unseen(dataclasses.replace(trained, data=seen))
