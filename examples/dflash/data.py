@@ -130,8 +130,8 @@ def check_unseen(config: Config) -> None:
     seen = sum(prompt in known for prompt in held_out)
     if seen:
         raise InputError(
-            f"The drafter of {config.out} was trained on {seen} of the {len(held_out)} prompts that {config.data} holds "
-            f"out: they are in {former.data}. Give evaluate prompts that it has not seen, with --data."
+            f"The drafter of {config.out} was trained on {seen} of the {len(held_out)} prompts that {config.data} "
+            f"holds out: they are in {former.data}. Give evaluate prompts that it has not seen, with --data."
         )
 
 
