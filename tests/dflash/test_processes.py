@@ -137,10 +137,12 @@ def test_processes_with_other_data_are_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_a_killed_process_and_the_run_goes_on(tmp_path):
-    config = settings(tmp_path / "run", max_steps=300, save_every=20, targets=("cpu",) * 2, drafters=FOUR)
-    changes = {"max_steps": 300, "save_every": 20, "targets": ["cpu"] * 2, "drafters": list(FOUR), "epochs": 10**4}
-    changes |= {"peer_timeout_s": 2.0}
+def test_torchrun_restarts_a_killed_process_and_two_train_as_one_all_the_same(tmp_path):
+    changes = {"max_steps": 200, "save_every": 20, "epochs": 500, "peer_timeout_s": 2.0}
+    whole = settings(tmp_path / "whole", drafters=FOUR, **changes)
+    assert Run(whole).wait() == [0]
+    changes |= {"targets": ["cpu"] * 2, "drafters": list(FOUR)}
+    config = settings(tmp_path / "run", **changes)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--max-restarts", "2", "-m", "tests.dflash.runs", str(config.out), json.dumps(changes)]
     with (tmp_path / "log").open("w+") as log:
@@ -159,7 +161,8 @@ def test_torchrun_restarts_a_killed_process_and_the_run_goes_on(tmp_path):
                 os.killpg(launched.pid, signal.SIGKILL)
     resumed = [record["step"] for record in read_log(config) if record.get("event") == "resume"]
     assert resumed and all(step % 20 == 0 for step in resumed)
-    assert max(losses(config)) == 300
+    assert max(losses(config)) == 200
+    assert equal(weights(config), weights(whole))
 
 
 def children(pid):
