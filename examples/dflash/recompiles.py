@@ -61,7 +61,10 @@ class Recompile:
                 shown.append(f"  and {len(self.reasons) - MAX_REASONS} more")
             why = "It fits none of its compiled forms, because of what differs from each:\n" + "\n".join(shown)
         else:
-            why = "It had no compiled form that torch could compare this call with."
+            why = (
+                "Torch names no guard that failed: it had no compiled form to compare this call with, or this version of "
+                "torch does not say."
+            )
         return (
             f"{what}{where} had to be compiled anew after the warm-up{who}. {why}\n"
             "Shapes and settings are fixed for a run, so none is due; it would hold up all threads, again and again "

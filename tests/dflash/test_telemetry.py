@@ -252,7 +252,7 @@ def test_run_is_described_by_its_configuration_versions_and_devices(tmp_path):
     assert described["config"]["lr"] == 3e-3
     assert described["config"]["out"] == str(tmp_path / "run")
     assert described["versions"]["torch"] == torch.__version__
-    assert described["versions"]["graphsafe"] == graphsafe.__version__
+    assert described["versions"]["graphsafe"] in (graphsafe.__version__, "not installed")
     assert (described["targets"], described["drafters"]) == (["cpu", "cpu"], ["cpu"])
 
 
@@ -304,6 +304,13 @@ def recompile_error(compiled, *args):
     return caught.value
 
 
+def names_guards():
+    """Whether this torch says which guards failed; 2.9 does not."""
+    compiled = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
+    compiled(torch.ones(2))
+    return "size mismatch" in str(recompile_error(compiled, torch.ones(3)))
+
+
 def test_recompile_names_its_function_and_every_guard_that_failed():
     @torch.compile(backend="eager", dynamic=False)
     def doubled(x, times=2):
@@ -316,11 +323,15 @@ def test_recompile_names_its_function_and_every_guard_that_failed():
     found = find_recompile(ExceptionGroup("threads", [ValueError("other"), error]))
     assert (found.function, found.thread) == ("doubled", "drafter-3")
     assert found.file.endswith("test_telemetry.py")
+    assert "doubled() in test_telemetry.py" in str(found) and "by the thread drafter-3" in str(found)
+    if not names_guards():
+        assert found.reasons == () and "this version of torch does not say" in str(found)
+        return
     assert len(found.reasons) == 2
     assert all("size mismatch at index 0. expected" in reason and "actual 5" in reason for reason in found.reasons)
     text = str(found)
     assert found.caller.startswith("recompile_error() in test_telemetry.py, line ") and found.caller in text
-    assert "doubled() in test_telemetry.py" in text and "by the thread drafter-3" in text and "actual 5" in text
+    assert "actual 5" in text
     number = find_recompile(recompile_error(doubled, torch.ones(3), 7)).reasons
     assert any(reason.replace(" ", "") == "times==2" for reason in number)  # the source line behind it is left out
 
@@ -367,12 +378,14 @@ def test_train_ends_with_the_reason_of_a_recompile_after_the_warm_up(tmp_path, m
     monkeypatch.setattr("examples.dflash.train.compiles", lambda *_: True)
     monkeypatch.setattr(trainer_module.Trainer, "__call__", recompiling)
     config = configuration(tmp_path, max_steps=50)
-    with pytest.raises(InputError, match=r"measured\(\) in test_telemetry.py(.|\n)*expected 3, actual 4") as caught:
+    with pytest.raises(InputError, match=r"measured\(\) in test_telemetry.py") as caught:
         run(config)
     assert "called by recompiling() in" in str(caught.value)
     assert "drafter-0" in str(caught.value) and "after the warm-up" in str(caught.value)
     assert command_line.explain(caught.value) == str(caught.value)  # no traceback for it
     event = all_records(config)[-1]
     assert (event["event"], event["function"], event["step"]) == ("recompile", "measured", len(records(config)))
-    assert "expected 3, actual 4" in event["reasons"][0]
+    if names_guards():
+        assert "expected 3, actual 4" in event["reasons"][0]
+        assert "expected 3, actual 4" in str(caught.value)
     measured(torch.ones(5))  # the stance is as before
