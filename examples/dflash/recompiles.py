@@ -62,8 +62,8 @@ class Recompile:
             why = "It fits none of its compiled forms, because of what differs from each:\n" + "\n".join(shown)
         else:
             why = (
-                "Torch names no guard that failed: it had no compiled form to compare this call with, or this version of "
-                "torch does not say."
+                "Torch names no guard that failed: it had no compiled form to compare this call with, or this version "
+                "of torch does not say."
             )
         return (
             f"{what}{where} had to be compiled anew after the warm-up{who}. {why}\n"
