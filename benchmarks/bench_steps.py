@@ -7,9 +7,9 @@ Every way starts from the same weights and trains the same two batches in turn. 
 steps and the bits of the weights after them are compared: to the bit where a way runs eager's own kernels (if eager
 itself repeats to the bit), within a tolerance where it runs others. Then single steps are timed, each waited for, and a
 row of steps that is waited for once. Memory is the peak of what is allocated, from the model's making to the last step.
-Before each way Dynamo is reset; plain torch.compile runs without graphsafe's repairs. A sweep of batch sizes shows from
-where a graph no longer pays. The exit status is 1 where losses do not agree or a way failed. Each way is printed once it
-is measured, and with --record written to a file; the last line is JSON. A way that hangs is killed, the next ones go on.
+Before each way Dynamo is reset; plain torch.compile runs without graphsafe's repairs. A sweep of batch sizes shows
+where a graph no longer pays. The exit status is 1 where losses do not agree or a way failed. Each way is printed once
+it is measured, and with --record written to a file; the last line is JSON. A way that hangs is killed; others go on.
 """
 
 from __future__ import annotations
