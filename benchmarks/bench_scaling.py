@@ -76,7 +76,10 @@ def train(job: Job, device: str, wait_all: Callable[[], Any], say: Say) -> None:
                 loss = step(batches[number % 2])
             gs.current_context().synchronize()
             rounds.append((begin, time.monotonic()))
-        say({"mode": mode, "losses": [*losses, loss.item()], "rounds": rounds, "ready_s": ready_s})
+        say(
+            {"mode": mode, "losses": [*losses, loss.item()], "rounds": rounds, "ready_s": ready_s}
+            | training.description
+        )
         del step, training
         wait_all()  # so that no one's compile or capture is in another's round
 
@@ -166,6 +169,7 @@ def summed_up(job: Job, mode: str, reports: list[dict[str, Any]]) -> Result:
         "steps_per_s_rounds": [num_steps / wall for wall in walls],
         "ready_s": max(report["ready_s"] for report in reports),
         "losses": [report["losses"] for report in reports],
+        **{name: reports[0][name] for name in ("shapes", "dtypes", "num_trained")},
     }
 
 
@@ -295,8 +299,7 @@ def run(arguments: list[str] | None = None) -> dict[str, Any]:
         told = {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}
         print(told, flush=True)
     print(*wrong, sep="\n" if wrong else "", end="\n" if wrong else "", flush=True)
-    training = make_training(given.case, torch.device("cpu"), dtype=given.dtype, batch=given.batch)
-    config = configuration({"device": str(device), **common}, **training.description, tolerance=tolerance)
+    config = configuration({"device": str(device), **common}, tolerance=tolerance, num_checked=NUM_CHECKED)
     return {
         "benchmark": "scaling",
         "configuration": config,

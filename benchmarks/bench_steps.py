@@ -19,7 +19,6 @@ import dataclasses
 import gc
 import importlib.util
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +32,7 @@ import torch
 import graphsafe as gs
 
 from .bench_drafter_step import GIBIBYTE, default_device
-from .step_checks import CPU_WAYS, PAYS, SWEEP_WAYS, TOLERANCES, WAYS, Groups, Way, collect
+from .step_checks import CPU_WAYS, PAYS, SWEEP_WAYS, TOLERANCES, WAYS, Groups, Way, collect, spread
 from .supervised import Job, Result, results
 from .workloads import FULL, MINI, Batch, Training, configuration, digest, make_training, plain_step
 
@@ -132,14 +131,6 @@ def make_step(way: Way, training: Training) -> Callable[[Batch], torch.Tensor]:
 
         return marked
     return plain
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """Median, 10th and 90th percentile."""
-    if len(values) < 2:
-        return {"median": values[0], "p10": values[0], "p90": values[0]}
-    tenths = statistics.quantiles(values, n=10, method="inclusive")
-    return {"median": statistics.median(values), "p10": tenths[0], "p90": tenths[-1]}
 
 
 def measure_steps(job: Job, device: torch.device) -> Result:

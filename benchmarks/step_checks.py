@@ -7,6 +7,7 @@ Guarantees:
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,14 @@ WAYS = {
 }
 CPU_WAYS = ("eager", "eager again", "CUDAGraph", "graphed", "TrainStep")  # without a compiler
 SWEEP_WAYS = ("eager", "CUDAGraph", "TrainStep")
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, 10th and 90th percentile."""
+    if len(values) < 2:
+        return {"median": values[0], "p10": values[0], "p90": values[0]}
+    tenths = statistics.quantiles(values, n=10, method="inclusive")
+    return {"median": statistics.median(values), "p10": tenths[0], "p90": tenths[-1]}
 
 
 def check(found: dict[str, Result]) -> dict[str, dict[str, Any]]:
