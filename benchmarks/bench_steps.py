@@ -28,6 +28,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
 
 import graphsafe as gs
 
@@ -145,6 +146,7 @@ def measure_steps(job: Job, device: torch.device) -> Result:
     if cuda:
         before, reserved_before = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
         torch.cuda.reset_peak_memory_stats(device)
+    compiles = sum(gs.stats().compiles.values())  # those of earlier ways
     way = WAYS[job["way"]]
     whole = way.mode is not None
     training = make_training(job["case"], device, dtype=job["dtype"], batch=job["batch"], compiled_whole=whole)
@@ -185,7 +187,9 @@ def measure_steps(job: Job, device: torch.device) -> Result:
         found = gs.stats()
         fields = ("captures", "failed_captures", "replays", "eager_steps", "mismatches", "graph_bytes", "wait_s")
         mine = next(one for one in found.contexts if one.alive)
-        result["stats"] = {name: getattr(mine, name) for name in fields} | {"compiles": sum(found.compiles.values())}
+        result["stats"] = {name: getattr(mine, name) for name in fields} | {
+            "compiles": sum(found.compiles.values()) - compiles
+        }
         result["stats"]["graphs"] = [dataclasses.asdict(graph) for graph in mine.graphs]
     if cuda:
         result["peak_gib"] = (max(peak, torch.cuda.max_memory_allocated(device)) - before) / GIBIBYTE
@@ -207,8 +211,11 @@ def run_job(job: Job) -> Iterator[Result]:
         return
     torch._dynamo.reset()
     gs.uninstall()
+    # graphed() takes a compiled function's gradients with retain_graph, which donated buffers forbid.
+    donates = WAYS[job["way"]].mode is None or WAYS[job["way"]].graph != "graphed"
+    settings = nullcontext() if donates else torch._functorch.config.patch(donated_buffer=False)
     try:
-        with gs.thread_context(device, seed=0, name="steps") if WAYS[job["way"]].ours else nullcontext():
+        with settings, gs.thread_context(device, seed=0, name="steps") if WAYS[job["way"]].ours else nullcontext():
             result = measure_steps(job, device)
         yield result
     finally:

@@ -95,7 +95,7 @@ class Training:
 
     def loss_fn(self, core: Callable[..., Tensor] | None = None) -> Callable[..., Tensor]:
         """``loss_fn(*batch)`` over the core, or over what stands for it, such as its compiled form."""
-        call, arrange = core or self.core, self.arrange
+        call, arrange = self.core if core is None else core, self.arrange  # a compiled module may have no truth value
         return lambda *batch: call(*arrange(batch))
 
 

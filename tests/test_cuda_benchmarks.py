@@ -159,6 +159,16 @@ def test_steps_main_exits_with_one_when_losses_do_not_agree(monkeypatch: pytest.
         assert ended.value.code == status
 
 
+@pytest.mark.parametrize("case", ["mlp-mini", "transformer-mini", "drafter-mini"])
+def test_a_workload_has_the_loss_of_its_core_when_that_is_compiled(case: str) -> None:
+    training = make_training(case, CPU, dtype="float32", compiled_whole=True)
+    compiled = torch.compile(training.core, backend="eager", dynamic=False)
+    first, second = training.batches
+    expected = training.loss_fn()(*first)
+    assert torch.equal(training.loss_fn(compiled)(*first), expected)
+    assert not torch.equal(training.loss_fn(compiled)(*second), expected)
+
+
 def made_up(losses: list[float], weights: str = "a") -> dict[str, Any]:
     return {"losses": losses, "weights": weights, "dtypes": ["float32"]}
 
