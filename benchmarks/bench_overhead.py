@@ -49,8 +49,7 @@ KINDS = (
 )
 SHAPE = (8, 16)  # of each input: small, for it is the host that is measured
 NUM_CALLS = 32  # in a row: with many inputs a call is several launches, and the queue holds 1024
-NUM_WARMUP_CALLS = 3
-MIB = 2**20
+NUM_WARMUP_CALLS, MIB = 3, 2**20
 
 Inputs = list[torch.Tensor]
 
