@@ -4,8 +4,8 @@ Guarantees:
 - Each kernel counts once; a step's kernels and its idle time add up to the time from its first to its last kernel.
 - What a name does not tell is "other", with its name in the record: nothing is guessed.
 
-The names are those of Inductor (``triton_poi``, ``triton_red``, ``triton_per``: pointwise, reductions; ``triton_tem``: a
-template, named after the operation), of cuBLAS and CUTLASS, and of torch's own kernels; on the CPU those of operations.
+The names are those of Inductor (``triton_poi``: pointwise; ``triton_red``, ``triton_per``: reductions; ``triton_tem``: a
+template, named after its operation), of cuBLAS and CUTLASS, and of torch's own kernels; on the CPU those of operations.
 """
 
 from __future__ import annotations
@@ -26,13 +26,20 @@ _NAME_LENGTH = 72
 
 # The first that matches counts. A loss chunk's matrix products look like all others, and count among them.
 _KINDS: tuple[tuple[str, str], ...] = (
-    ("attention backward", r"(flex_attention|flash|fmha|attention|sdpa).*(backward|bwd|dgrad)|(bwd|backward).*(flash|fmha)"),
+    (
+        "attention backward",
+        r"(flex_attention|flash|fmha|attention|sdpa).*(backward|bwd|dgrad)|(bwd|backward).*(flash|fmha)",
+    ),
     ("attention forward", r"flex_attention|flash|fmha|sdpa|scaled_dot_product"),
-    ("matrix products", r"gemm|nvjet|cutlass|cublas|wgmma|xmma|splitk|triton_tem|aten::(add|ba)?mm\b|aten::(add|ba)mm\b"),
+    (
+        "matrix products",
+        r"gemm|nvjet|cutlass|cublas|wgmma|xmma|splitk|triton_tem|aten::(add|ba)?mm\b|aten::(add|ba)mm\b",
+    ),
     ("loss chunk", r"log_?softmax|softmax|nll|cross_entropy|logsumexp|argmax|aten::(exp|amax|gather|max)\b"),
-    ("optimizer and clipping", r"multi_tensor|adam|foreach|lpnorm|clip|_norm_?\b"),
+    ("optimizer and clipping", r"multi_tensor|adam|foreach|lpnorm|vector_norm|clip"),
     ("copies", r"memcpy|memset|aten::(copy_|cat|clone|fill_|zero_)\b|direct_copy|catarray|fill_?functor"),
-    ("elementwise and reductions", r"triton_(poi|red|per)|elementwise|reduce|index|scan|sort|embedding|aten::"),
+    ("collectives", r"nccl|allreduce"),
+    ("elementwise and reductions", r"triton_(poi|red|per)|elementwise|reduce_kernel|index|scan|sort|embedding|aten::"),
 )
 
 
@@ -103,7 +110,9 @@ class Profile:
         return {"kernels": self.by_kind, "longest_kernels": longest, "span_ms": self.span_ms / self.num_steps}
 
 
-def profile_steps(run: Callable[[int], object], wait: Callable[[], object], device: torch.device, path: Path) -> Profile:
+def profile_steps(
+    run: Callable[[int], object], wait: Callable[[], object], device: torch.device, path: Path
+) -> Profile:
     """Run a few steps under torch's profiler, and write their Chrome trace.
 
     Args:
@@ -127,7 +136,7 @@ def profile_steps(run: Callable[[int], object], wait: Callable[[], object], devi
 
 
 def read_events(events: Iterable[Any], device: torch.device, num_steps: int) -> Profile:
-    """The profile that torch's events make: kernels of a CUDA device, or operations of the CPU without their callees."""
+    """The profile that torch's events make: kernels of a CUDA device, or operations of the CPU less their callees."""
     on_cuda = device.type == "cuda"
     sums: dict[str, tuple[int, float]] = {}
     first, last = float("inf"), 0.0

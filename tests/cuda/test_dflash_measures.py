@@ -44,7 +44,9 @@ def test_compiled_pass_gives_the_eager_features_and_compiles_once(make, graphed)
     assert counters["frames"]["ok"] == 1
     for index, features in enumerate(ours):
         valid = int((batches[index % 2]["document_ids"] >= 0).sum())
-        error = (features[:valid] - expected[index % 2][:valid]).float().norm() / expected[index % 2][:valid].float().norm()
+        error = (features[:valid] - expected[index % 2][:valid]).float().norm() / expected[index % 2][
+            :valid
+        ].float().norm()
         assert error < 0.02, (index, error)
 
 
@@ -53,7 +55,12 @@ def test_smoke_times_steps_and_finds_the_kernels_of_each_kind(tmp_path, mode):
     tiny_target().model.config.save_pretrained(tmp_path / "target")
     devices = dict(targets=("cuda:0",), drafters=("cuda:0",))
     config = configuration(
-        tmp_path, target=str(tmp_path / "target"), step=mode, dtype="bfloat16", profile=tmp_path / "trace.json", **devices
+        tmp_path,
+        target=str(tmp_path / "target"),
+        step=mode,
+        dtype="bfloat16",
+        profile=tmp_path / "trace.json",
+        **devices,
     )
     assert smoke(config) == 0
     record = json.loads((config.out / "smoke.json").read_text())
