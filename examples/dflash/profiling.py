@@ -4,8 +4,8 @@ Guarantees:
 - Each kernel counts once; a step's kernels and its idle time add up to the time from its first to its last kernel.
 - What a name does not tell is "other", with its name in the record: nothing is guessed.
 
-The names are those of Inductor (``triton_poi``: pointwise; ``triton_red``, ``triton_per``: reductions; ``triton_tem``: a
-template, named after its operation), of cuBLAS and CUTLASS, and of torch's own kernels; on the CPU those of operations.
+The names are those of Inductor (``triton_poi``: pointwise; ``triton_red``, ``triton_per``: reductions; ``triton_tem``:
+templates, named after operations), of cuBLAS and CUTLASS, and of torch's own kernels; on the CPU those of operations.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def read_events(events: Iterable[Any], device: torch.device, num_steps: int) -> 
     sums: dict[str, tuple[int, float]] = {}
     first, last = float("inf"), 0.0
     for event in events:
-        is_kernel = event.device_type != torch.autograd.DeviceType.CPU
+        is_kernel = event.device_type.name != "CPU"
         if is_kernel != on_cuda or getattr(event, "is_user_annotation", False):
             continue
         spent = event.time_range.elapsed_us() if on_cuda else event.self_cpu_time_total
