@@ -18,6 +18,7 @@ import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import itertools
 import json
 import statistics
 import subprocess
@@ -212,7 +213,7 @@ def run_theirs(work: Work, num_steps: int, loss: str) -> dict[str, Any]:
     }
 
 
-def make_theirs(work: Work) -> tuple[ModuleType, Any]:
+def make_theirs(work: Work) -> tuple[Any, Any]:
     """Its module and its model with our weights, on the device."""
     from speculators.models.dflash import (  # type: ignore[import-not-found]
         DFlashDraftModel,
@@ -266,20 +267,21 @@ def time_steps(step: Callable[[], Any], num_steps: int, device: torch.device, be
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
     ready_s = time.perf_counter() - began
-    times, marks = [], []
-    for _ in range(num_steps):
-        if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            step()
-            end.record()
-            end.synchronize()
-            marks.append((begin, end))
-        else:
+    if device.type == "cuda":  # from a step's start to the next one's, with the host one step ahead
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)]
+        for number, mark in enumerate(marks):
+            mark.record()
+            if number < num_steps:
+                step()
+            marks[max(0, number - 1)].synchronize()
+        marks[-1].synchronize()
+        times = [former.elapsed_time(later) for former, later in itertools.pairwise(marks)]
+    else:
+        times = []
+        for _ in range(num_steps):
             start = time.perf_counter()
             step()
             times.append((time.perf_counter() - start) * 1e3)
-    times += [begin.elapsed_time(end) for begin, end in marks]
     found: dict[str, Any] = {"ms": statistics.median(times), "step_ms": times, "ready_s": ready_s}
     if device.type == "cuda":
         found["peak_gib"] = torch.cuda.max_memory_allocated(device) / GIBIBYTE
@@ -376,10 +378,9 @@ def show(name: str, result: dict[str, Any]) -> str:
     memory = ""
     if "peak_gib" in result:
         memory = f"  peak {result['peak_gib']:.2f} GiB, reserved {result['reserved_gib']:.2f} GiB"
-    return (
-        f"{name:7} {result['ms']:9.2f} ms/step  {result['tokens_per_s']:12,.0f} tokens/s  {result['tflop_per_s']:.3g} useful TFLOP/s{memory}  ready after "
-        f"{result['ready_s']:.1f} s  loss {result['loss']:.5f}"
-    )
+    speed = f"{result['tokens_per_s']:12,.0f} tokens/s  {result['tflop_per_s']:.3g} useful TFLOP/s"
+    ready = f"ready after {result['ready_s']:.1f} s"
+    return f"{name:7} {result['ms']:9.2f} ms/step  {speed}{memory}  {ready}  loss {result['loss']:.5f}"
 
 
 def in_process(side: str, seconds: float) -> dict[str, Any]:
