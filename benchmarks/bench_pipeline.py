@@ -4,7 +4,7 @@
 
 Each way is ``train`` in a process of its own with an --out of its own. The target is the preset's architecture with
 random weights and the data random tokens, unless --target and --data name others. What is reported comes from the run's
-metrics.jsonl, after a warm-up: tokens/s (median, and the spread of the readings), the share of the time that drafters
+metrics.jsonl, after a warm-up: tokens/s (median and quartiles of the readings), the share of the time that drafters
 and their devices are busy, memory, and the time from the process's start to the first step. The losses of all ways must
 agree. The last line is JSON. Options that this command does not know go to ``train``, to all ways alike.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import statistics
 import subprocess
@@ -90,6 +91,7 @@ def summarize(result: dict[str, Any], num_warmup: int) -> dict[str, Any]:
     last = readings[-1]
     return {
         "tokens_per_s": statistics.median(speeds),
+        "quartiles": [speeds[len(speeds) // 4], speeds[(3 * len(speeds)) // 4]],
         "slowest": speeds[0],
         "fastest": speeds[-1],
         "num_readings": len(warm),
@@ -106,20 +108,27 @@ def summarize(result: dict[str, Any], num_warmup: int) -> dict[str, Any]:
 
 
 def losses_apart(results: dict[str, dict[str, Any]]) -> float | None:
-    """The largest relative difference of any two ways' losses at one step; None where fewer than two were measured."""
+    """The largest relative difference of any two ways' losses at one step, infinite where one is no number.
+
+    None where fewer than two ways were measured.
+    """
     series = [result["losses"] for result in results.values() if "losses" in result]
     if len(series) < 2:
         return None
-    steps = set.intersection(*(set(one) for one in series))
-    return float(max(max(s[i] for s in series) / min(s[i] for s in series) - 1 for i in steps))
+    apart = [0.0]
+    for step in set.intersection(*(set(one) for one in series)):
+        losses = [one[step] for one in series]
+        known = all(loss is not None and math.isfinite(loss) for loss in losses)
+        apart.append(max(losses) / min(losses) - 1 if known else math.inf)
+    return max(apart)
 
 
 def show(way: str, result: dict[str, Any]) -> str:
     if "error" in result:
         return f"{way:8} failed: {result['error']}"
-    spread = f"{result['slowest']:,.0f} to {result['fastest']:,.0f}"
+    spread = "quartiles {:,.0f} and {:,.0f}".format(*result["quartiles"])
     return (
-        f"{way:8} {result['tokens_per_s']:10,.0f} tokens/s ({spread}, {result['num_readings']} readings)  "
+        f"{way:8} {result['tokens_per_s']:10,.0f} tokens/s ({spread}, of {result['num_readings']} readings)  "
         f"drafter busy {result['drafter_busy']:.0%}, devices: drafter {result['drafter_device_busy']:.0%}, "
         f"target {result['target_device_busy']:.0%}  peak {result['peak_gib']:.2f} GiB  "
         f"first step after {result['first_step_s']:.1f} s"
@@ -135,7 +144,7 @@ def describe(results: dict[str, dict[str, Any]], dtype: str) -> dict[str, Any]:
             way: result["tokens_per_s"] / eager for way, result in results.items() if "tokens_per_s" in result
         }
     apart = losses_apart(results)
-    found["losses_apart"] = apart
+    found["losses_apart"] = apart if apart is None or math.isfinite(apart) else "not a number"
     found["losses_agree"] = apart is None or apart <= TOLERANCES[dtype]
     found["failed"] = sorted(way for way, result in results.items() if "error" in result)
     return found
@@ -184,7 +193,7 @@ def measure(arguments: argparse.Namespace, others: Sequence[str], directory: Pat
             print(f"{way} is {ratio:.2f} times as fast as eager")
     if found["losses_apart"] is not None:
         verdict = "they agree" if found["losses_agree"] else "they DO NOT AGREE"
-        print(f"losses are {found['losses_apart']:.2e} apart at most: {verdict}")
+        print(f"largest relative difference of losses: {found['losses_apart']}; {verdict}")
     return {"options": options, **found}
 
 

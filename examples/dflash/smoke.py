@@ -68,6 +68,7 @@ class Found:
     Attributes:
         warm_memory, memory: bytes at most in use after each step of the warm-up, and after each timed one.
         losses: of all steps; step_ms: of the timed ones.
+        device_used_bytes: of a CUDA device, by all that runs on it, after the timed steps.
         kernels: of the profile, where one was made.
     """
 
@@ -75,6 +76,7 @@ class Found:
     memory: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
+    device_used_bytes: int | None = None
     kernels: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -154,12 +156,17 @@ def _measure(config: Config, drafter: DrafterConfig, device: torch.device, wait:
         measured = _timed_steps(step, slots, config.smoke_steps, device, found)
         wait()
         found.losses += map(_loss, measured)
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            found.device_used_bytes = total - free
         for index in range(config.smoke_steps):
             place = num_warm + index
             _say(place, found.losses[place], found.step_ms[index], found.memory[index])
         if config.profile is not None:
             profile = profile_steps(lambda index: step(slots[index % len(slots)]), wait, device, config.profile)
             show(profile.tables())
+            if not profile.kernels:
+                print("The profiler saw no work of the device: CUPTI may be missing or not permitted here.")
             print(f"the trace of {profile.num_steps} steps is {config.profile}\n")
             found.kernels = profile.record()
     finally:
@@ -218,10 +225,9 @@ def describe(
     memory: dict[str, Any] = {"planned_bytes": planned, "peak_bytes": max(*found.memory, *found.warm_memory)}
     memory["planned_over_peak"] = planned / memory["peak_bytes"]
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
         memory["peak_reserved_bytes"] = torch.cuda.max_memory_reserved(device)
         memory["planned_over_reserved"] = planned / memory["peak_reserved_bytes"]
-        memory["device_used_bytes"] = total - free  # of all processes, with CUDA's context
+        memory["device_used_bytes"] = found.device_used_bytes
     memory["needs"] = {need.what: need.num_bytes for need in needs}
     return {
         "device": name,
@@ -281,7 +287,7 @@ def _memory_table(record: Mapping[str, Any]) -> Table:
     if "peak_reserved_bytes" in memory:
         reserved, ratio = memory["peak_reserved_bytes"] / GIB, memory["planned_over_reserved"]
         rows.append(("peak reserved", f"{reserved:.3f} GiB: planned is {ratio:.2f} of it"))
-        rows.append(("device in use now", f"{memory['device_used_bytes'] / GIB:.3f} GiB, with CUDA's context"))
+        rows.append(("device in use", f"{memory['device_used_bytes'] / GIB:.3f} GiB, with CUDA's context"))
     return Table("memory", rows)
 
 

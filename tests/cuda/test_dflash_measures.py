@@ -16,6 +16,7 @@ from examples.dflash.target import Target
 from ..dflash.models import packed_row, tiny_target
 from ..dflash.test_target_compiled import qwen3_target
 from ..dflash.test_train import configuration
+from .test_dflash import losses, run
 
 pytestmark = pytest.mark.cuda
 FIRST = torch.device("cuda:0")
@@ -48,6 +49,17 @@ def test_compiled_pass_gives_the_eager_features_and_compiles_once(make, graphed)
             :valid
         ].float().norm()
         assert error < 0.02, (index, error)
+
+
+@pytest.mark.parametrize("mode", ["compile", "graph"])
+def test_training_on_a_compiled_target_gives_the_losses_of_an_eager_one(tmp_path, mode):
+    found = []
+    for target_step in ("eager", "compile"):
+        torch.compiler.reset()
+        shape = dict(token_budget=128, num_anchors=32, loss_chunk=64)
+        config = configuration(tmp_path / target_step, step=mode, target_step=target_step, **shape)
+        found.append(losses(run(config, [FIRST], [FIRST])))
+    torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(found[0]), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("mode", ["compile", "graph"])

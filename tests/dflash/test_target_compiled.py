@@ -10,6 +10,7 @@ from torch._dynamo.utils import counters
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import graphsafe
+from examples.dflash import threads
 from examples.dflash.config import InputError
 from examples.dflash.features import FeatureSource
 from examples.dflash.packed import document_mask
@@ -17,7 +18,7 @@ from examples.dflash.stepping import TargetDecoder
 from examples.dflash.target import Target
 
 from .models import NUM_LAYERS, VOCAB, packed_row, tiny_target
-from .test_train import configuration
+from .test_train import configuration, run
 
 IDS = (1, 3)
 
@@ -118,6 +119,20 @@ def test_feature_source_leaves_layers_eager_on_the_cpu():
     expected = FeatureSource(target, IDS)(batch)["features"]
     assert torch.equal(FeatureSource(target, IDS, compiled=True)(batch)["features"], expected)
     assert num_forms() == (0, 0)
+
+
+@pytest.mark.parametrize("target_step", ["eager", "compile"])
+def test_target_step_reaches_the_source_of_features(tmp_path, monkeypatch, target_step):
+    asked = []
+
+    class Watched(FeatureSource):
+        def __init__(self, *args, **kwargs):
+            asked.append(kwargs["compiled"])
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr(threads, "FeatureSource", Watched)
+    run(configuration(tmp_path, target_step=target_step, max_steps=1))
+    assert asked == [target_step == "compile"]
 
 
 def test_target_step_compile_is_refused_when_the_step_is_eager(tmp_path):
