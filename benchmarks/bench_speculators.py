@@ -407,7 +407,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=tuple(COMPUTE_DTYPES))
     parser.add_argument("--their-loss", choices=("auto", "fused", "eager"), default="auto")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--seconds-limit", type=float, default=240.0, help="for each side")
+    parser.add_argument("--seconds-limit", type=float, default=280.0, help="for each side")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
