@@ -49,6 +49,7 @@ FREE = frozenset(
         "attention, gradient_checkpointing, ring_depth, cache_features, cache_dir, cache_disk, loss_chunk, max_steps",
         "log_every, save_every, keep_checkpoints, resume, peer_timeout_s, tensorboard, max_new_tokens, decode_batch",
         "temperature, num_samples, sample_temperature, min_acceptance, drafter, export_format, export_dir",
+        "target_step, smoke_steps, profile",
     )
     for name in line.split(", ")
 )

@@ -56,6 +56,8 @@ class Config:
     step: Literal["eager", "compile", "graph"] = "graph"
     """How the drafter's step runs: as eager code, compiled, or compiled and captured whole, as the target's pass then
     is, too."""
+    target_step: Literal["eager", "compile"] = "eager"
+    """How the target's layers run for features: as eager code, or on CUDA compiled, one form for all layers."""
     attention: Literal["auto", "flex", "sdpa"] = "auto"
     """auto is flex_attention on CUDA and scaled_dot_product_attention elsewhere."""
     gradient_checkpointing: bool = False
@@ -150,6 +152,12 @@ class Config:
     drafter: Path | None = None
     """The drafter that evaluate and export read: a .safetensors of train, or an exported directory. None: --out's."""
 
+    # smoke
+    smoke_steps: int = 10
+    """Steps that smoke times, after its warm-up."""
+    profile: Path | None = None
+    """Where smoke writes a Chrome trace of three further steps; None: nowhere, and no table of kernels."""
+
     # export
     export_format: Literal["servers", "speculators"] = "servers"
     """The format of vLLM and SGLang, or that of the library speculators."""
@@ -239,6 +247,7 @@ def _validate(config: Config) -> None:
         "decode_batch",
         "keep_checkpoints",
         "num_full_layers",
+        "smoke_steps",
     )
     for name in positive:
         require(getattr(config, name) >= 1, name, "at least 1")
@@ -272,6 +281,11 @@ def _validate(config: Config) -> None:
         config.sliding_window is None or config.num_full_layers < config.num_layers,
         "num_full_layers",
         f"below the number of layers, which is {config.num_layers}, or --sliding-window would be of no layer",
+    )
+    require(
+        config.target_step == "eager" or config.step != "eager",
+        "target_step",
+        "eager with --step eager, which compiles as little as can be",
     )
     require(config.block_size >= 2, "block_size", "at least 2: the anchor and one drafted token")
     require(0 <= config.warmup_ratio < 1, "warmup_ratio", "at least 0 and below 1")

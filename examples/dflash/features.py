@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ class FeatureSource:
         label_chunk: find the target's most likely tokens too, with logits of so many positions at once; None: do not.
         graphed: on CUDA, run the target as a CUDA graph, which frees the host; the first calls are eager. The tensors
             returned are then the graph's own, and the next call overwrites them.
+        compiled: on CUDA, run the target's layers compiled (``Target.compiled_layers``).
     """
 
     def __init__(
@@ -43,8 +45,12 @@ class FeatureSource:
         cache: FeatureCache | None = None,
         label_chunk: int | None = None,
         graphed: bool = False,
+        compiled: bool = False,
     ) -> None:
         self.target, self.layer_ids, self.cache, self.label_chunk = target, layer_ids, cache, label_chunk
+        self._compiled = compiled and target.device.type == "cuda"
+        if self._compiled:
+            target.compile_layers()
         as_graph = graphed and target.device.type == "cuda"
         self._is_cold = target.device.type == "cuda"  # nothing has been compiled by this thread
         self._graphed = graphsafe.graphed(self._read, outputs="alias") if as_graph else None
@@ -88,6 +94,10 @@ class FeatureSource:
         return self._read(*row)
 
     def _read(self, tokens: Tensor, document_ids: Tensor, positions: Tensor) -> dict[str, Tensor]:
+        with self.target.compiled_layers() if self._compiled else nullcontext():
+            return self._ask(tokens, document_ids, positions)
+
+    def _ask(self, tokens: Tensor, document_ids: Tensor, positions: Tensor) -> dict[str, Tensor]:
         if self.label_chunk is None:
             return {"features": self.target.features(tokens, document_ids, positions, self.layer_ids)}
         features, target_tokens = self.target.features_and_tokens(

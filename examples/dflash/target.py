@@ -6,7 +6,8 @@ Guarantees:
   attention is computed one after the other, and padding is not computed at all.
 - The language-model head is not run for features; for the most likely tokens it is run in chunks, so that logits of all
   positions never exist at once.
-- ``features`` may be called from several threads; what hooks collect is kept per thread.
+- ``features`` may be called from several threads; what hooks collect, and whether layers run compiled, is kept per
+  thread, so that decoding is the same whatever is compiled for features.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+import graphsafe
 
 from .config import InputError
 from .fetch import RANDOM, target_settings
@@ -133,6 +137,8 @@ class Target:
         self.eos_token_ids = _eos_token_ids(model)
         self.has_plain_logits = all(getattr(self.config, name, None) in (None, 1, False) for name in _LOGIT_CHANGES)
         self._collecting = threading.local()
+        self._compiling = threading.local()
+        self._has_compiled_layers = False
         for index, layer in enumerate(self.decoder.layers):
             layer.register_forward_hook(self._collector(index))
 
@@ -215,6 +221,35 @@ class Target:
                 use_cache=False,
             ).last_hidden_state[0]
         return out.flatten(1), hidden
+
+    def compile_layers(self) -> None:
+        """Let layers run compiled in ``compiled_layers``. To be done before threads use the target; again does nothing.
+
+        What is compiled is a layer's forward with the layer as its argument. Its weights are then inputs, so one
+        compiled form serves all layers of a kind.
+        """
+        if self._has_compiled_layers:
+            return
+        self._has_compiled_layers = True
+        kinds = {type(layer): type(layer).forward for layer in self.decoder.layers}
+        compiled = {kind: graphsafe.compile(forward, dynamic=False) for kind, forward in kinds.items()}
+        for layer in self.decoder.layers:
+            layer.forward = self._dispatcher(layer.forward, partial(compiled[type(layer)], layer))
+
+    @contextmanager
+    def compiled_layers(self) -> Iterator[None]:
+        """After ``compile_layers``: run them compiled when this thread runs the decoder in the block. Hooks are not."""
+        before, self._compiling.on = getattr(self._compiling, "on", False), True
+        try:
+            yield
+        finally:
+            self._compiling.on = before
+
+    def _dispatcher(self, eager: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return (compiled if getattr(self._compiling, "on", False) else eager)(*args, **kwargs)
+
+        return forward
 
     @contextmanager
     def collecting(self, into: Mapping[int, Tensor]) -> Iterator[None]:

@@ -71,7 +71,8 @@ def run_threads(
         for number, device in enumerate(devices.targets):
             target = targets[device]
             cache, layer_ids = feature_cache(config, run.disk), run.drafter.target_layer_ids
-            source = FeatureSource(target, layer_ids, cache, label_chunk, graphed=config.step == "graph")
+            graphed, compiled = config.step == "graph", config.target_step == "compile"
+            source = FeatureSource(target, layer_ids, cache, label_chunk, graphed=graphed, compiled=compiled)
             body = partial(_guarded, pipeline, _target_body, run, number, source)
             group.spawn(body, device=device, name=f"target-{number}")
         stores = [run.processes.store("replicas") for _ in devices.drafters]
