@@ -55,7 +55,7 @@ def test_train_writes_checkpoints_keeps_the_newest_and_the_best(uninterrupted):
 def test_killed_runs_go_on_bit_for_bit(tmp_path):
     """kill -9 at random moments; each time the next one goes on, until the run is done."""
     whole, config = (
-        settings(tmp_path / name, max_steps=300, save_every=5, log_every=1) for name in ("whole", "killed")
+        settings(tmp_path / name, max_steps=400, save_every=5, log_every=1) for name in ("whole", "killed")
     )
     assert Run(whole).wait() == [0]
     rng = random.Random(5)
@@ -63,7 +63,7 @@ def test_killed_runs_go_on_bit_for_bit(tmp_path):
         run = Run(config)
         if number % 4:
             run.wait_for_step(25 * number)
-        time.sleep(0.3 * rng.random())  # into a step, a checkpoint, or the start
+        time.sleep(0.1 * rng.random())  # into a step, a checkpoint, or the start
         run.processes[0].kill()
         assert run.wait() == [-signal.SIGKILL], run.said()
         for path in config.checkpoints_path.glob("step-*"):
