@@ -1,10 +1,12 @@
-"""A whole training step: a plain eager loop, TrainStep's eager mode, and its graph; from 1, 2 and 4 threads.
+"""A whole training step beside a plain eager loop: TrainStep's eager mode, its graph, and several threads at once.
 
-Without a GPU the graph's replay runs the function again, so there it shows the overhead, not the gain.
+Without a GPU the graph's replay runs the function again, so there it shows the overhead, not the gain. Threads: each
+trains a model of its own, TrainStep in workers against the plain loop in bare threads.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,67 +15,96 @@ import torch
 
 import graphsafe as gs
 
+from .compare import compare, same_numbers
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NUM_STEPS = 50
+pytestmark = [pytest.mark.cuda] if DEVICE == "cuda" else []
 WIDTH, DEPTH, BATCH = 256, 8, 64
+NUM_CHECKED_STEPS, NUM_THREAD_STEPS = 12, 10
+CONFIG = {
+    "device": DEVICE,
+    "model": f"{DEPTH} layers of width {WIDTH}, float32, {BATCH} rows",
+    "optimizer": "AdamW, fused",
+}
 
 
-def make_step(how: str) -> tuple[Callable[[torch.Tensor], Any], torch.Tensor]:
+def make_step(how: str) -> Callable[[], torch.Tensor]:
+    """One step on one batch: the same weights and batch each time."""
+    generator = torch.Generator().manual_seed(0)
     layers = [layer for _ in range(DEPTH) for layer in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU())]
-    model = torch.nn.Sequential(*layers).to(DEVICE)
+    model = torch.nn.Sequential(*layers)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(-0.06, 0.06, generator=generator)
+    model = model.to(DEVICE)
+    x = torch.randn(BATCH, WIDTH, generator=generator).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    x = torch.randn(BATCH, WIDTH).to(DEVICE)
 
     def loss_fn(x: torch.Tensor) -> torch.Tensor:
         return (model(x) - x).square().mean()
 
     if how != "plain":
-        return gs.TrainStep(loss_fn, optimizer, model=model, mode="graph" if how == "graph" else "eager"), x
+        step = gs.TrainStep(loss_fn, optimizer, model=model, mode="graph" if how == "graph" else "eager")
+        return lambda: step(x)
 
-    def plain(x: torch.Tensor) -> torch.Tensor:
+    def plain() -> torch.Tensor:
         loss = loss_fn(x)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
 
-    return plain, x
+    return plain
 
 
-def synchronize() -> None:
-    if DEVICE == "cuda":
-        gs.current_context().synchronize()
+def losses_of(step: Callable[[], torch.Tensor], num_steps: int) -> list[float]:
+    return [step().item() for _ in range(num_steps)]
 
 
-@pytest.mark.parametrize("how", ["plain", "eager", "graph"])
-def test_training_step_in_one_thread(benchmark: Any, how: str) -> None:
-    with gs.thread_context(DEVICE, seed=0):
-        step, x = make_step(how)
-        for _ in range(5):
-            step(x)
-
-        def steps() -> None:
-            for _ in range(NUM_STEPS):
-                step(x)
-            synchronize()
-
-        benchmark.extra_info["num_steps"] = NUM_STEPS
-        benchmark.pedantic(steps, rounds=5, warmup_rounds=1)
-
-
-@pytest.mark.parametrize("num_threads", [1, 2, 4])
 @pytest.mark.parametrize("how", ["eager", "graph"])
-def test_training_steps_of_threads_on_one_device(benchmark: Any, how: str, num_threads: int) -> None:
-    def train() -> None:
-        step, x = make_step(how)
-        for _ in range(NUM_STEPS):
-            step(x)
-        synchronize()
+def test_training_step_in_one_thread(benchmark: Any, how: str) -> None:
+    with gs.thread_context(DEVICE, seed=0) as context:
 
-    def everyone() -> None:
+        def check() -> str:
+            same_numbers(losses_of(make_step(how), NUM_CHECKED_STEPS), losses_of(make_step("plain"), NUM_CHECKED_STEPS))
+            return f"the losses of {NUM_CHECKED_STEPS} steps equal bit for bit"
+
+        ours, plain = make_step(how), make_step("plain")
+        for _ in range(8):
+            ours()
+        sides = {f"TrainStep(mode='{how}')": ours, "a plain loop": plain}
+        compare(benchmark, sides, config=CONFIG, check=check, after=context.synchronize, max_calls=16)
+
+
+@pytest.mark.parametrize("num_threads", [2, 4])
+def test_training_in_threads(benchmark: Any, num_threads: int) -> None:
+    """Everything counts: the start of the threads, the models, warm-up, capture, and the steps."""
+
+    def in_workers() -> list[list[float]]:
         with gs.WorkerGroup() as group:
-            for i in range(num_threads):
-                group.spawn(train, device=DEVICE, seed=i)
+            workers = [
+                group.spawn(lambda: losses_of(make_step("eager"), NUM_THREAD_STEPS), device=DEVICE, seed=i)
+                for i in range(num_threads)
+            ]
+        return [worker.result() for worker in workers]
 
-    benchmark.extra_info["num_steps"] = NUM_STEPS * num_threads
-    benchmark.pedantic(everyone, rounds=3, warmup_rounds=1)
+    def in_bare_threads() -> list[list[float]]:
+        found: list[list[float]] = [[] for _ in range(num_threads)]
+
+        def body(i: int) -> None:
+            found[i] = losses_of(make_step("plain"), NUM_THREAD_STEPS)
+
+        threads = [threading.Thread(target=body, args=(i,)) for i in range(num_threads)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    config = {
+        **CONFIG,
+        "threads": num_threads,
+        "work": f"{NUM_THREAD_STEPS} steps a thread, from the model's start",
+        "note": "TrainStep's eager steps hold the device's exclusive seat, one at a time",
+    }
+    compare(benchmark, {"TrainStep in workers": in_workers, "a plain loop in threads": in_bare_threads}, config=config)
