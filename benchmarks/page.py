@@ -28,13 +28,13 @@ class PageError(ValueError):
 
 
 def read(paths: Sequence[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The machine and the benchmarks of all files.
+    """The machine and the benchmarks of all files; of one that was measured again, the last file's figures.
 
     Raises:
         PageError: a file is not pytest-benchmark's, holds nothing, or is of another machine.
     """
     machine: dict[str, Any] = {}
-    benchmarks: list[dict[str, Any]] = []
+    benchmarks: dict[str, dict[str, Any]] = {}
     for path in paths:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -53,8 +53,8 @@ def read(paths: Sequence[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
                     f"{path} has {key} {found.get(key)} and {paths[0]} has {machine.get(key)}; a page is of one "
                     "machine and one torch. Make a page of each."
                 )
-        benchmarks += new
-    return machine, benchmarks
+        benchmarks.update({benchmark["fullname"]: benchmark for benchmark in new})
+    return machine, list(benchmarks.values())
 
 
 def is_comparison(benchmark: Figure) -> bool:
@@ -70,6 +70,8 @@ def in_units(us: float) -> str:
 
 
 def time_of(spread: Figure) -> str:
+    if spread["p10"] == spread["p90"]:
+        return in_units(spread["median"])  # one round has no spread
     return f"{in_units(spread['median'])} ({in_units(spread['p10'])} to {in_units(spread['p90'])})"
 
 
@@ -77,6 +79,8 @@ def ratio_of(figure: Figure) -> str:
     ratio = figure.get("ratio")
     if ratio is None:
         return "-"
+    if ratio["p10"] == ratio["p90"]:
+        return f"**{ratio['median']:.2f}**"
     return f"**{ratio['median']:.2f}** ({ratio['p10']:.2f} to {ratio['p90']:.2f})"
 
 
@@ -151,11 +155,14 @@ def environment_lines(machine: Figure) -> list[str]:
     return [f"{'; '.join(parts)}."]
 
 
-def render(machine: Figure, benchmarks: Sequence[Figure], title: str, command: str, plot: str | None) -> str:
+def render(
+    machine: Figure, benchmarks: Sequence[Figure], title: str, command: str, plot: str | None, note: str = ""
+) -> str:
     """The page's text.
 
     Args:
         plot: name of the picture beside the page; None where no benchmark has a ratio.
+        note: what a reader should know of this run, such as what else the machine did.
     """
     lines = [f"# {title}", "", *environment_lines(machine), "", "```", command, "```", ""]
     lines += [
@@ -163,6 +170,7 @@ def render(machine: Figure, benchmarks: Sequence[Figure], title: str, command: s
         "time over the other side's, the median of the ratios of single rounds; below 1 graphsafe is faster.",
         "[How this is measured](measuring.md).",
         "",
+        *([note, ""] if note else []),
     ]
     if plot is not None:
         lines += [f"![The ratios, with their spread]({plot})", ""]
@@ -190,7 +198,7 @@ def draw(benchmarks: Sequence[Figure], title: str, path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    from matplotlib.ticker import FuncFormatter, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     modules = {
         name: [f for f in figures if f["extra_info"].get("ratio")] for name, figures in by_module(benchmarks).items()
@@ -220,6 +228,7 @@ def draw(benchmarks: Sequence[Figure], title: str, path: Path) -> None:
     axes.axvline(1.0, color="0.4", lw=1)
     axes.set_xscale("log")
     axes.set_xlim(right=highest * 1.6)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
@@ -232,7 +241,7 @@ def draw(benchmarks: Sequence[Figure], title: str, path: Path) -> None:
     pyplot.close(figure)
 
 
-def make_page(paths: Sequence[Path], out: Path, title: str, command: str) -> None:
+def make_page(paths: Sequence[Path], out: Path, title: str, command: str, note: str = "") -> None:
     """Write the page, and its plot where there is a ratio.
 
     Raises:
@@ -243,7 +252,7 @@ def make_page(paths: Sequence[Path], out: Path, title: str, command: str) -> Non
     out.parent.mkdir(parents=True, exist_ok=True)
     if plot is not None:
         draw(benchmarks, title, plot)
-    out.write_text(render(machine, benchmarks, title, command, plot and plot.name), encoding="utf-8")
+    out.write_text(render(machine, benchmarks, title, command, plot and plot.name, note), encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -254,9 +263,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--title", help="the page's heading; its file name else")
     parser.add_argument("--command", default="make bench", help="what made the results")
+    parser.add_argument("--note", default="", help="a sentence on this run, such as what else the machine did")
     given = parser.parse_args(arguments)
     try:
-        make_page(given.results, given.out, given.title or given.out.stem, given.command)
+        make_page(given.results, given.out, given.title or given.out.stem, given.command, given.note)
     except PageError as error:
         parser.error(str(error))
 

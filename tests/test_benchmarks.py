@@ -199,6 +199,19 @@ def test_page_draws_a_plot_beside_it(tmp_path: Path) -> None:
         assert len(image.convert("RGB").getcolors(1 << 20) or []) > 10, "the plot is blank"
 
 
+def test_page_takes_the_last_figures_of_what_was_measured_again(tmp_path: Path) -> None:
+    content = json.loads(RECORDED.read_text(encoding="utf-8"))
+    content["benchmarks"] = [b for b in content["benchmarks"] if b["name"] == "test_uncontended"]
+    content["benchmarks"][0]["extra_info"]["ratio"] = {"median": 123.45, "p10": 1.0, "p90": 200.0}
+    again = tmp_path / "again.json"
+    again.write_text(json.dumps(content), encoding="utf-8")
+    page.main([str(RECORDED), str(again), "--out", str(tmp_path / "page.md"), "--note", "Measured twice."])
+    text = (tmp_path / "page.md").read_text(encoding="utf-8")
+    assert sum(line.startswith("| `test_uncontended`") for line in text.splitlines()) == 1
+    assert "**123.45**" in text
+    assert "Measured twice." in text
+
+
 def test_page_without_a_ratio_has_no_plot(tmp_path: Path) -> None:
     content = json.loads(RECORDED.read_text(encoding="utf-8"))
     content["benchmarks"] = [b for b in content["benchmarks"] if "ratio" not in b["extra_info"]]
