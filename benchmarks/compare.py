@@ -10,6 +10,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import statistics
@@ -122,7 +123,7 @@ def compare(
         said = same_numbers(our_result, other())
     else:
         said = check()
-    call_s = [settle(lambda name=name, call=call: timed(name, call, 1)) for name, call in sides.items()]
+    call_s = [settle(functools.partial(timed, name, call, 1)) for name, call in sides.items()]
     num_calls = max(1, min(max_calls, round(ROUND_S / max(call_s))))
     num_rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, int(BUDGET_S / (num_calls * sum(call_s)))))
 

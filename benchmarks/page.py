@@ -58,7 +58,7 @@ def read(paths: Sequence[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def is_comparison(benchmark: Figure) -> bool:
-    return {"ours", "other", "ours_us", "check"} <= benchmark["extra_info"].keys()
+    return all(key in benchmark["extra_info"] for key in ("ours", "other", "ours_us", "check"))
 
 
 def in_units(us: float) -> str:
@@ -252,7 +252,7 @@ def make_page(paths: Sequence[Path], out: Path, title: str, command: str, note: 
     out.parent.mkdir(parents=True, exist_ok=True)
     if plot is not None:
         draw(benchmarks, title, plot)
-    out.write_text(render(machine, benchmarks, title, command, plot and plot.name, note), encoding="utf-8")
+    out.write_text(render(machine, benchmarks, title, command, plot.name if plot else None, note), encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
