@@ -137,6 +137,7 @@ def test_each_benchmark_checks_what_it_measures(module: str) -> None:
     assert not unchecked, f"{module}: {unchecked} time something and check nothing"
 
 
+@pytest.mark.slow
 def test_cheap_benchmarks_run_and_end_with_their_figures_as_json() -> None:
     files = [f"benchmarks/{module}.py" for module in CHEAP]
     command = [
