@@ -2,6 +2,7 @@
 PYTHON ?= python3
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 PYTEST_ARGS ?= -q
+BENCH_ARGS := -q --benchmark-only --benchmark-quiet -W ignore::DeprecationWarning
 VERSIONS ?= 2.9.1 2.11.0 2.13.0 2.14.1 2.15.0
 
 VENV := .venv
@@ -12,7 +13,7 @@ TEST_ENV := $(VENV)/.installed-dev-torch-$(TORCH)
 INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-versions lint format type pytest bench clean
+.PHONY: help demo test test-versions lint format type pytest bench bench-cuda clean
 
 help:  ## this list
 	@sed -n "s/^\([a-z-]*\):.*## */  \1 /p" Makefile | awk "{ name = \$$1; \$$1 = \"\"; printf \"  %-14s%s\\n\", name, \$$0 }"
@@ -44,8 +45,14 @@ type: $(TEST_ENV)  ## mypy --strict on src
 pytest: $(TEST_ENV)  ## the tests alone, with PYTEST_ARGS
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-bench: $(TEST_ENV)  ## benchmarks, with pytest-benchmark
-	$(BIN)/python -m pytest benchmarks -q --benchmark-only $(ARGS)
+# The CPU's figures are the same on a machine with GPUs, which are hidden from them.
+bench: $(TEST_ENV)  ## benchmarks of the CPU's side, some minutes; ARGS="--benchmark-json bench.json" keeps the figures
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest benchmarks -m "not cuda and not slow" $(BENCH_ARGS) $(ARGS)
+
+bench-cuda: $(TEST_ENV)  ## benchmarks that need a GPU, or measure it where there is one
+	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
+		|| { echo "torch finds no CUDA device here; make bench measures the CPU's side" >&2; exit 1; }
+	$(BIN)/python -m pytest benchmarks -m cuda $(BENCH_ARGS) $(ARGS)
 
 clean:  ## remove the environment, caches and build products; runs/ stays
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks build dist

@@ -188,7 +188,6 @@ def measure(trace: Path | None = None) -> dict[str, Any]:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_target_delay(benchmark: Any) -> None:
     found = measure()
     assert found["target_passes"] > 0
