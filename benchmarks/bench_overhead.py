@@ -33,7 +33,7 @@ import torch
 import graphsafe as gs
 
 from .bench_drafter_step import default_device
-from .bench_graphed import by_hand, settled, us_a_call
+from .bench_graphed import by_hand, settled
 from .step_checks import spread
 from .supervised import Job, Result, results
 from .workloads import LR, MINI, configuration, make_training, plain_step
@@ -107,7 +107,7 @@ def pair(kind: str, num_inputs: int, device: torch.device) -> tuple[Callable[[In
     def bare(batch: Inputs) -> torch.Tensor:
         torch._foreach_copy_(static, batch)
         if not replay:
-            replay.append(by_hand(body, num_warmup_iters=NUM_WARMUP_CALLS))
+            replay.append(by_hand(body, num_warmup_iters=NUM_WARMUP_CALLS)[0] if device.type == "cuda" else body)
         replay[0]()
         return held[0]
 
@@ -154,6 +154,16 @@ def measure_call(job: Job, device: torch.device) -> Result:
     bare_us, call_us = (statistics.median(column) for column in zip(*pairs, strict=True))
     over = spread([ours - bare for bare, ours in pairs])
     return {"equal": equal, "bare_us": bare_us, "call_us": call_us, "over_us": over, "num_rounds": len(pairs), **found}
+
+
+def us_a_call(call: Callable[[Any], Any], batches: list[Any]) -> float:
+    """Host time of one call, each batch in turn; the device is idle before and after."""
+    start = time.perf_counter()
+    for batch in batches:
+        call(batch)
+    elapsed_s = time.perf_counter() - start
+    gs.current_context().synchronize()
+    return elapsed_s / len(batches) * 1e6
 
 
 def used_mib(device: torch.device) -> dict[str, float]:
