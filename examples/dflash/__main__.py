@@ -16,7 +16,7 @@ import tyro
 
 from .config import Config, InputError, preset
 from .devices import check_devices
-from .processes import PeerLost
+from .processes import PeerLost, end_process
 
 _DEMO = "demo"
 _DEFAULT_PRESET = "smollm2"
@@ -222,4 +222,4 @@ def _quiet_transformers() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import datetime
 import os
+import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,17 @@ _ENDED, _FAILED = "ended", "failed "
 
 class PeerLost(RuntimeError):
     """Another process of the run has failed or is gone."""
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process with an exit status. One of several ends at once: all is written and the others have been told,
+    and a thread of Gloo or of the store that is still inside torch while Python ends would make torch abort.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _meet(store: Any, rank: int, size: int) -> str:

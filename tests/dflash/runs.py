@@ -26,6 +26,7 @@ from torch import Tensor
 from examples.dflash import train as train_module
 from examples.dflash.__main__ import explain
 from examples.dflash.config import Config
+from examples.dflash.processes import end_process
 
 from .models import tiny_target
 from .test_train import configuration, documents
@@ -159,4 +160,4 @@ if __name__ == "__main__":
     faulthandler.dump_traceback_later(0.8 * DEADLINE_S)
     faulthandler.register(signal.SIGUSR1)
     config = settings(Path(sys.argv[1]), **json.loads(sys.argv[2]))
-    sys.exit(train_tiny(config))
+    end_process(train_tiny(config))
