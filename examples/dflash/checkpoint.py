@@ -30,13 +30,16 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from . import drafter as drafters
 from .config import Config, InputError
 from .data import Document
 from .drafter import Drafter
+from .files import sync
 
+_DRAFTER = "drafter.safetensors"  # its configuration is beside it, as .json
 _NAME = "step-{:08d}"
 _IS_NAME = re.compile(r"step-(\d{8,})")
 _VERSION = 1
@@ -142,7 +145,7 @@ class Checkpoint:
             InputError: a file is missing or damaged.
         """
         try:
-            weights = load_file(self.path / "drafter.safetensors")
+            weights = load_file(self.path / _DRAFTER)
             state = torch.load(self.path / "optimizer.pt", map_location="cpu", weights_only=True)
             drafter.load_state_dict(weights)
             optimizer.load_state_dict(state["optimizer"])
@@ -246,8 +249,7 @@ class Checkpoints:
     def relink(self, checkpoint: Checkpoint, drafter: Path, best: Path) -> None:
         """Have the run's files be those of a checkpoint that it goes on from, wherever the run before was killed."""
         for path in (drafter, best) if checkpoint.is_best else (drafter,):
-            _link(checkpoint.path / "drafter.json", path.with_suffix(".json"))
-            _link(checkpoint.path / "drafter.safetensors", path)
+            _link_drafter(checkpoint.path, path)
 
     def check(self) -> None:
         """Raise InputError if what was to be written could not be. Waits for nothing."""
@@ -280,14 +282,11 @@ class Checkpoints:
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
         try:
-            save_file(dict(snapshot.weights), scratch / "drafter.safetensors")
-            (scratch / "drafter.json").write_text(json.dumps(snapshot.drafter, indent=2) + "\n")
+            drafters.write(snapshot.weights, snapshot.drafter, scratch / _DRAFTER)
             torch.save(snapshot.training, scratch / "optimizer.pt")
             (scratch / "state.json").write_text(json.dumps(snapshot.state, indent=2) + "\n")
-            mode = (scratch / "drafter.json").stat().st_mode  # what the umask says; safetensors makes it private
-            (scratch / "drafter.safetensors").chmod(mode)
-            for path in scratch.iterdir():
-                sync(path)
+            sync(scratch / "optimizer.pt")
+            sync(scratch / "state.json")
             sync(scratch)
             if place.is_dir():  # the run went on from it and has trained no step since, so the weights are the same
                 (scratch / "state.json").replace(place / "state.json")
@@ -298,8 +297,7 @@ class Checkpoints:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         for path in also:
-            _link(place / "drafter.json", path.with_suffix(".json"))
-            _link(place / "drafter.safetensors", path)
+            _link_drafter(place, path)
         for path in self._paths()[: -self.keep]:
             self._remove(path)
 
@@ -315,15 +313,10 @@ class Checkpoints:
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-def sync(path: Path) -> None:
-    """Flush a file or a directory to the disk."""
-    if path.is_dir() and os.name == "nt":  # a directory cannot be opened there
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _link_drafter(checkpoint: Path, path: Path) -> None:
+    """Have ``path`` (.safetensors) be a checkpoint's drafter, its .json beside it."""
+    _link((checkpoint / _DRAFTER).with_suffix(".json"), path.with_suffix(".json"))
+    _link(checkpoint / _DRAFTER, path)
 
 
 def _link(source: Path, place: Path) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .attention import AttentionMask, attend, cache_mask, num_rows
+from .files import replace_file
 
 if TYPE_CHECKING:
     from .target import Target, TargetShape
@@ -355,9 +355,14 @@ def save(model: Drafter, path: Path) -> None:
     """Write ``path`` (safetensors) and its configuration beside it (.json). Each appears whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     weights = {name: weight.detach().cpu().contiguous() for name, weight in model.state_dict().items()}
-    settings = json.dumps(dataclasses.asdict(model.config), indent=2) + "\n"
-    _replace(path.with_suffix(".json"), lambda temporary: temporary.write_text(settings))
-    _replace(path, lambda temporary: save_file(weights, temporary))
+    write(weights, dataclasses.asdict(model.config), path)
+
+
+def write(weights: Mapping[str, Tensor], settings: Mapping[str, Any], path: Path) -> None:
+    """The same from the weights by name, contiguous and on the CPU, and the fields of the configuration."""
+    text = json.dumps(settings, indent=2) + "\n"
+    replace_file(path.with_suffix(".json"), lambda temporary: temporary.write_text(text))
+    replace_file(path, lambda temporary: save_file(dict(weights), temporary))
 
 
 def load(path: Path, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Drafter:
@@ -370,18 +375,3 @@ def load(path: Path, device: torch.device | str, dtype: torch.dtype = torch.floa
     model = Drafter(DrafterConfig(**json.loads(path.with_suffix(".json").read_text())))
     model.load_state_dict(load_file(path))
     return model.to(device=device, dtype=dtype).eval()
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Write to a temporary file, flush it to the disk, and rename it over ``path``."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.touch()
-        mode = temporary.stat().st_mode  # what the user's umask says; safetensors would make it private
-        write(temporary)
-        temporary.chmod(mode)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

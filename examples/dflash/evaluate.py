@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -30,6 +29,7 @@ from .decode import BatchDecoder, Decoded, loops
 from .drafter import Drafter
 from .export import load_drafter
 from .fetch import resolve_target
+from .files import replace_file
 from .lookup import LookupDrafting
 from .speculate import Accept, Drafting, ModelDrafting, Speculated, SpeculativeDecoder, accept_longest_prefix
 from .target import Target, load_target
@@ -339,6 +339,5 @@ def _exact_float32() -> Iterator[None]:
 
 def _write(path: Path, record: dict[str, object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(record, indent=2) + "\n")
-    temporary.replace(path)
+    text = json.dumps(record, indent=2) + "\n"
+    replace_file(path, lambda temporary: temporary.write_text(text))

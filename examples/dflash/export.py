@@ -27,6 +27,7 @@ from torch import Tensor
 from .config import Config, InputError
 from .drafter import Drafter, DrafterConfig, load
 from .fetch import resolve_target
+from .files import sync
 from .formats import Format, Verifier, canonical, check_servable, check_tensors, read, write
 from .target import TargetShape
 
@@ -188,13 +189,10 @@ def _refuse_foreign(place: Path) -> None:
 
 def _flush(path: Path) -> None:
     """Wait until the file or directory is on the disk, and let reads of it come from there."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        if path.is_file() and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
+    sync(path)
+    if path.is_file() and hasattr(os, "posix_fadvise"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _compare(directory: Path, config: DrafterConfig, weights: Mapping[str, Tensor]) -> None:

@@ -34,6 +34,7 @@ from .config import Config, InputError
 from .data import Conversation, Prompt, answer_key, load_training_prompts, read_records, render_prompt
 from .decode import BatchDecoder, loops
 from .fetch import resolve_target
+from .files import replace_file
 from .target import Target, load_target
 
 _POLL_S = 0.2
@@ -209,17 +210,14 @@ def _threads(targets: Sequence[Target], num_batches: int) -> Iterator[list[Targe
 
 
 def write_records(path: Path, records: Sequence[Record]) -> None:
-    """Write JSON lines beside ``path``, flush them to the disk, and rename."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    """Write JSON lines, all of them or none."""
+
+    def write(temporary: Path) -> None:
         with temporary.open("w", encoding="utf-8") as file:
             for record in records:
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+
+    replace_file(path, write)
 
 
 def _work(

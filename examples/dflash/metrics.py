@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from .display import Display
+from .files import replace_file
 from .loss import Loss
 
 NUM_SCALARS = 4  # weighted sum, weight, tokens, blocks; then per slot: correct, total, accepted
@@ -141,7 +141,9 @@ class Reporter:
         if resume_step is not None and path.is_file():
             kept = up_to(read_records(path), resume_step)
         self._path = path
-        _replace(path, "".join(json.dumps(record) + "\n" for record in kept))
+        text = "".join(json.dumps(record) + "\n" for record in kept)
+        with _named(path):
+            replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
         self._file = path.open("a", encoding="utf-8")
         self._lock = threading.Lock()  # guards the file, for a line each; taken alone
         self._num_steps, self.step = num_steps, resume_step or 0
@@ -255,19 +257,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file anew, so that it is the old or the new one whatever happens."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with _named(path), temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @contextmanager
