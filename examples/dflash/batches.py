@@ -55,16 +55,20 @@ def batches(documents: Sequence[Document], config: Config, epoch: int) -> Iterat
     Raises:
         InputError: no document has a place for an anchor.
     """
-    usable = _usable(documents, config)
-    if not usable:
-        raise InputError("No document has two supervised tokens within a block, so there is nothing to train on.")
-    for row in _rows(usable, config, epoch):
+    for row in _rows(_trainable(documents, config), config, epoch):
         yield _batch(row, config, epoch)
 
 
 def num_batches(documents: Sequence[Document], config: Config, epoch: int) -> int:
     """How many batches ``batches`` yields for that epoch."""
     return sum(1 for _ in _rows(_usable(documents, config), config, epoch))
+
+
+def num_training_batches(documents: Sequence[Document], config: Config, limit: int | None = None) -> int:
+    """How many batches all epochs have, counted up to ``limit``."""
+    usable = _usable(documents, config)
+    rows = (row for epoch in range(config.epochs) for row in _rows(usable, config, epoch))
+    return sum(1 for _ in itertools.islice(rows, limit))
 
 
 def num_validation_rounds(validation: Sequence[Document], config: Config, num_drafters: int) -> int:
@@ -88,9 +92,7 @@ def scheduled_batches(
     Raises:
         InputError: no document has a place for an anchor.
     """
-    usable = _usable(documents, config)
-    if not usable:
-        raise InputError("No document has two supervised tokens within a block, so there is nothing to train on.")
+    usable = _trainable(documents, config)
     rows: Iterator[tuple[list[Document], int]] = (
         (row, epoch) for epoch in range(config.epochs) for row in _rows(usable, config, epoch)
     )
@@ -152,6 +154,13 @@ def share_anchors(num_supervised: Sequence[int], num_eligible: Sequence[int], nu
 
 def _usable(documents: Sequence[Document], config: Config) -> list[Document]:
     return [document for document in documents if eligible_anchors(document, config.block_size)]
+
+
+def _trainable(documents: Sequence[Document], config: Config) -> list[Document]:
+    usable = _usable(documents, config)
+    if not usable:
+        raise InputError("No document has two supervised tokens within a block, so there is nothing to train on.")
+    return usable
 
 
 def _rows(documents: list[Document], config: Config, epoch: int) -> Iterator[list[Document]]:

@@ -117,12 +117,8 @@ def load_targets(path: Path, config: Config, devices: Topology) -> dict[torch.de
 
 def count_steps(documents: Sequence[Document], config: Config, num_drafters: int) -> int:
     """Steps of the run: one for each round of batches of all epochs, up to ``max_steps``."""
-    num_batches = 0
-    for epoch in range(config.epochs):
-        num_batches += packing.num_batches(documents, config, epoch)
-        if config.max_steps is not None and num_batches >= config.max_steps * num_drafters:
-            return config.max_steps
-    return math.ceil(num_batches / num_drafters)
+    limit = None if config.max_steps is None else config.max_steps * num_drafters
+    return math.ceil(packing.num_training_batches(documents, config, limit) / num_drafters)
 
 
 def find_start(config: Config, agreed: Contract, checkpoints: Checkpoints, say: Callable[[str], object]) -> str:
