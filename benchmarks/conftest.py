@@ -1,4 +1,4 @@
-"""What all benchmarks share: one thread for torch, who is skipped, the environment in the JSON, the JSON at the end."""
+"""What all benchmarks share: one thread for torch, the environment in the JSON, the JSON at the end."""
 
 from __future__ import annotations
 
@@ -16,15 +16,6 @@ FIGURES = pytest.StashKey[dict[str, Any]]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[FIGURES] = {}
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for item in items:
-        if item.get_closest_marker("two_gpus") is not None and num_gpus < 2:
-            item.add_marker(pytest.mark.skip(reason=f"needs two CUDA devices, found {num_gpus}"))
-        elif item.get_closest_marker("cuda") is not None and num_gpus < 1:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Skips the tests whose devices are not there, and lets subprocesses import what the tests do."""
+"""Lets subprocesses import what the tests do, and keeps what tests do to the process from the next ones."""
 
 from __future__ import annotations
 
@@ -16,15 +16,6 @@ ROOT = Path(__file__).parents[1]
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for item in items:
-        if item.get_closest_marker("two_gpus") is not None and num_gpus < 2:
-            item.add_marker(pytest.mark.skip(reason=f"needs two CUDA devices, found {num_gpus}"))
-        elif item.get_closest_marker("cuda") is not None and num_gpus < 1:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture(autouse=True)

@@ -25,3 +25,13 @@ def devices_idle_afterwards() -> Iterator[None]:
     if torch.cuda.is_initialized():
         for index in range(torch.cuda.device_count()):
             torch.cuda.synchronize(index)
+
+
+@pytest.fixture
+def fresh_compiles() -> Iterator[None]:
+    """Nothing compiled before counts, and float32 is no TF32."""
+    torch.compiler.reset()
+    former = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = former

@@ -26,20 +26,11 @@ from ..dflash.test_replicas import joined
 from ..dflash.test_train import configuration, documents
 from ..helpers import run_threads
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("fresh_compiles")]
 DEADLINE_S = 400.0
 BLOCK = 4
 FIRST = torch.device("cuda:0")
 SHAPE = dict(token_budget=128, num_anchors=32, loss_chunk=64)
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiles():
-    torch.compiler.reset()
-    former = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = former
 
 
 def on(device, batch):
@@ -81,21 +72,24 @@ def test_flex_equals_sdpa_in_hidden_states_and_gradients():
         torch.testing.assert_close(ours, expected, rtol=5e-3, atol=1e-4)
 
 
-def test_flex_block_ignores_everything_at_and_after_its_anchor():
-    batch = row()
-    drafter = random_drafter().to(FIRST)
+def check_blocks_ignore_everything_at_and_after_their_anchors(drafter, batch, masks):
     features, blocks, positions, block_positions = drafter_inputs(batch, FIRST)
-    mask = mask_of(flex_mask, batch, FIRST)
     with torch.no_grad():
-        before = drafter(features, blocks, positions, block_positions, mask)
+        before = drafter(features, blocks, positions, block_positions, masks)
         for index in range(0, 32, 7):
             anchor = batch["anchors"][index]
             seen = (torch.arange(128) < anchor) & (batch["document_ids"] == batch["document_ids"][anchor])
             others = torch.where(seen.to(FIRST)[:, None], features, torch.randn_like(features))
             changed = torch.randn_like(blocks)
             changed[index] = blocks[index]
-            after = drafter(others, changed, positions, block_positions, mask)
+            after = drafter(others, changed, positions, block_positions, masks)
             assert torch.equal(after[index], before[index])
+
+
+def test_flex_block_ignores_everything_at_and_after_its_anchor():
+    batch = row()
+    drafter = random_drafter().to(FIRST)
+    check_blocks_ignore_everything_at_and_after_their_anchors(drafter, batch, mask_of(flex_mask, batch, FIRST))
 
 
 def test_flex_mask_is_built_without_its_dense_grid():

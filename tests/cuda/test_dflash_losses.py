@@ -20,11 +20,12 @@ from examples.dflash.smoke import smoke
 from examples.dflash.target import Target
 from examples.dflash.train import train_on
 
-from ..dflash.models import VOCAB, packed_row, random_drafter, tiny_target
+from ..dflash.models import VOCAB, random_drafter, tiny_target
 from ..dflash.runs import read_log
 from ..dflash.test_train import configuration, documents
+from .test_dflash import check_blocks_ignore_everything_at_and_after_their_anchors, drafter_inputs, row
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("fresh_compiles")]
 BLOCK = 4
 CPU, FIRST = torch.device("cpu"), torch.device("cuda:0")
 SHAPE = dict(token_budget=128, num_anchors=32, loss_chunk=64, num_layers=2)
@@ -37,27 +38,6 @@ VARIANTS = {
     "all": ALL_OPTIONS,
     "all, checkpointed": dict(ALL_OPTIONS, gradient_checkpointing=True),
 }
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiles():
-    torch.compiler.reset()
-    former = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = former
-
-
-def row(seed=0, lengths=(60, 45)):
-    return packed_row(lengths, 128, 32, BLOCK, seed=seed)
-
-
-def inputs(batch, device):
-    generator = torch.Generator().manual_seed(1)
-    features = torch.randn(len(batch["tokens"]), 64, generator=generator)
-    blocks = torch.randn(len(batch["anchors"]), BLOCK, 32, generator=generator)
-    positions = batch["positions"][batch["anchors"]][:, None] + torch.arange(BLOCK)
-    return [tensor.to(device) for tensor in (features, blocks, batch["positions"], positions)]
 
 
 def masks_of(make, batch, drafter, device):
@@ -78,7 +58,7 @@ def trained_once(make, device, layers, *, compiled, checkpointing=False, smoothi
         *(batch[name].to(device) for name in names), block_size=BLOCK, decay=decay, target_tokens=target_tokens
     )
     head = torch.randn(VOCAB, 32, generator=torch.Generator().manual_seed(2)).to(device)
-    hidden = drafter(*inputs(batch, device), masks_of(make, batch, drafter, device))
+    hidden = drafter(*drafter_inputs(batch, device), masks_of(make, batch, drafter, device))
     loss = block_loss(hidden, head, labels, weights, chunk=20, compiled=compiled, smoothing=smoothing)
     mean_loss(loss.weighted_sum, loss.weight).backward()
     return loss, [parameter.grad.cpu() for parameter in drafter.parameters()]
@@ -124,24 +104,14 @@ def test_dpace_chunk_compiled_equals_eager(dtype):
 def test_flex_block_of_sliding_layers_ignores_everything_at_and_after_its_anchor(layers):
     batch = row()
     drafter = random_drafter(**layers).to(FIRST)
-    features, blocks, positions, block_positions = inputs(batch, FIRST)
     masks = masks_of(flex_mask, batch, drafter, FIRST)
-    with torch.no_grad():
-        before = drafter(features, blocks, positions, block_positions, masks)
-        for index in range(0, 32, 7):
-            anchor = batch["anchors"][index]
-            seen = (torch.arange(128) < anchor) & (batch["document_ids"] == batch["document_ids"][anchor])
-            others = torch.where(seen.to(FIRST)[:, None], features, torch.randn_like(features))
-            changed = torch.randn_like(blocks)
-            changed[index] = blocks[index]
-            after = drafter(others, changed, positions, block_positions, masks)
-            assert torch.equal(after[index], before[index])
+    check_blocks_ignore_everything_at_and_after_their_anchors(drafter, batch, masks)
 
 
 def test_flex_slots_of_a_sliding_layer_see_their_window_alone():
     batch, window = row(), 9
     drafter = random_drafter(num_layers=1, num_full_layers=0, sliding_window=window).to(FIRST)
-    features, blocks, positions, block_positions = inputs(batch, FIRST)
+    features, blocks, positions, block_positions = drafter_inputs(batch, FIRST)
     masks = masks_of(flex_mask, batch, drafter, FIRST)
     slots = torch.arange(BLOCK)
     with torch.no_grad():

@@ -18,18 +18,9 @@ from examples.dflash.target import load_target
 from ..dflash.models import VOCAB, packed_row, tiny_target
 from ..dflash.test_train import configuration
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("fresh_compiles")]
 FIRST = torch.device("cuda:0")
 IDS = (1, 3)
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiles():
-    torch.compiler.reset()
-    former = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = former
 
 
 @pytest.fixture
