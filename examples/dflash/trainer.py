@@ -153,7 +153,7 @@ class Trainer:
             self.step.optimizer,
             self.step.scheduler,
             step=self.num_steps,
-            num_steps=self.run.schedule.num_steps,
+            num_steps=schedule.num_steps,
             contract=self.run.contract,
             acceptance=acceptance,
             best=self.best,

@@ -4,17 +4,14 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
-import graphsafe
 from examples.dflash import loss as loss_module
 from examples.dflash.attention import sdpa_mask
 from examples.dflash.loss import block_loss, dpace_weights, labels_and_weights, mean_loss
-from examples.dflash.replicas import Replica
 
 from .models import VOCAB, packed_row, random_drafter, tiny_target
-from .test_replicas import CPU, in_contexts, joined, rows_of, trained
+from .test_replicas import check_two_replicas_train_as_one_drafter_that_takes_both_rows
 from .test_train import configuration
 
 BLOCK = 4
@@ -245,22 +242,4 @@ def test_dpace_chunk_compiled_equals_eager():
 
 def test_dpace_of_two_replicas_is_that_of_one_drafter_with_both_rows(tmp_path):
     config = configuration(tmp_path, loss="dpace", lr=1e-2)
-    target = tiny_target()
-    rows = [rows_of(0), rows_of(100, (9, 21))]
-    store = dist.HashStore()
-
-    def rank(number):
-        replica = Replica(number, 2, CPU, store)
-        try:
-            return trained(target, config, rows[number], replica)
-        finally:
-            replica.close()
-
-    (losses, weights), (losses2, weights2) = in_contexts(2, rank)
-    with graphsafe.thread_context("cpu", seed=0):
-        both = [joined(*pair) for pair in zip(*rows, strict=True)]
-        alone, expected = trained(target, config, both, Replica(0, 1, CPU, None))
-    assert losses == losses2 == pytest.approx(alone, rel=1e-4)
-    for name, weight in weights.items():
-        assert torch.equal(weight, weights2[name])
-        torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=2e-4)
+    check_two_replicas_train_as_one_drafter_that_takes_both_rows(tiny_target(), config)

@@ -65,9 +65,7 @@ def rows_of(seed, lengths=(19, 14), num_tokens=33):
     return [packed_row(lengths, num_tokens, 6, BLOCK, seed=seed + k) for k in range(6)]
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_two_replicas_train_as_one_drafter_that_takes_both_rows(tmp_path, target, mode):
-    config = configuration(tmp_path, step=mode, lr=1e-2)
+def check_two_replicas_train_as_one_drafter_that_takes_both_rows(target, config):
     rows = [rows_of(0), rows_of(100, (9, 21))]
     store = dist.HashStore()
 
@@ -88,6 +86,12 @@ def test_two_replicas_train_as_one_drafter_that_takes_both_rows(tmp_path, target
     assert losses == pytest.approx(alone, rel=1e-4)
     for name, weight in weights.items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_two_replicas_train_as_one_drafter_that_takes_both_rows(tmp_path, target, mode):
+    config = configuration(tmp_path, step=mode, lr=1e-2)
+    check_two_replicas_train_as_one_drafter_that_takes_both_rows(target, config)
 
 
 def test_an_empty_batch_on_one_replica_changes_nothing_for_the_other(tmp_path, target):
