@@ -33,6 +33,7 @@ import graphsafe as gs
 from .config import Config, InputError
 from .data import Conversation, Prompt, answer_key, load_training_prompts, read_records, render_prompt
 from .decode import BatchDecoder, loops
+from .devices import cores_shared_out
 from .fetch import resolve_target
 from .files import replace_file
 from .target import Target, load_target
@@ -200,13 +201,9 @@ def _threads(targets: Sequence[Target], num_batches: int) -> Iterator[list[Targe
     if targets[0].device.type != "cpu":
         yield list(targets)
         return
-    num_cores = torch.get_num_threads()
-    num_threads = min(max(num_cores, len(targets)), num_batches)
-    torch.set_num_threads(max(1, num_cores // num_threads))  # threads that start later take it over
-    try:
+    num_threads = min(max(torch.get_num_threads(), len(targets)), num_batches)
+    with cores_shared_out(num_threads):
         yield [targets[index % len(targets)] for index in range(num_threads)]
-    finally:
-        torch.set_num_threads(num_cores)
 
 
 def write_records(path: Path, records: Sequence[Record]) -> None:

@@ -19,6 +19,7 @@ import torch
 import graphsafe as gs
 
 from .data import Prompt
+from .devices import cores_shared_out
 from .stepping import BatchedDecoder
 from .target import Target
 
@@ -107,10 +108,6 @@ def _decode_lane(
 @contextmanager
 def lanes(target: Target, num_prompts: int) -> Iterator[int]:
     """How many threads decode: one on a GPU, one for each core on CPU, among which the cores are shared out."""
-    num_cores = torch.get_num_threads()
-    num_lanes = min(num_cores, num_prompts) if target.device.type == "cpu" else 1
-    torch.set_num_threads(max(1, num_cores // num_lanes))  # threads that start later take it over
-    try:
+    num_lanes = min(torch.get_num_threads(), num_prompts) if target.device.type == "cpu" else 1
+    with cores_shared_out(num_lanes):
         yield num_lanes
-    finally:
-        torch.set_num_threads(num_cores)
