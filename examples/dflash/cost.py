@@ -86,10 +86,6 @@ class Flops:
     def useful(self) -> float:
         return sum(self.parts.values())
 
-    @property
-    def executed(self) -> float:
-        return self.useful + self.recomputed
-
 
 def drafter_flops(config: Config, drafter: DrafterConfig, document_tokens: float) -> Flops:
     """Operations of a drafter's step on one full batch.
