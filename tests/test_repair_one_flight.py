@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 
 from graphsafe.compile import install
 from graphsafe.errors import GraphsafeWarning
+from graphsafe.repairs import one_flight
 from tests.helpers import DEADLINE_S, SHOWS_FAULTS, plain_torch, run_threads, threads_in_dynamo
 
 NUM_THREADS = 8
@@ -105,6 +106,23 @@ def test_what_stood_in_for_artefacts_costs_nothing_of_the_limit_of_all_artefacts
     backend.num_threads = 1
     with pytest.warns(GraphsafeWarning, match="recompile limit"), pytest.raises(Exception, match=r"limit|fullgraph"):
         call(9)
+
+
+def test_an_artefact_that_goes_out_of_use_as_it_is_found_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    install()
+    never, found = one_flight._never, []
+
+    def goes_out_of_use(guards: Any, like: Any) -> Any:
+        """Between an artefact's guards, which the call has passed, and its use."""
+        made = never(guards, like)
+        if getattr(like, "cache_entry", None) is not None:
+            found.append(like)
+            like.extra_state.invalidate(like.cache_entry, guards.DeletedGuardManagerWrapper("for this test"))
+        return made
+
+    monkeypatch.setattr(one_flight, "_never", goes_out_of_use)
+    compiles_of(whole)  # checks the results
+    assert found
 
 
 def test_threads_with_other_shapes_compile_their_own() -> None:

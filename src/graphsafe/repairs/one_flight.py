@@ -71,15 +71,18 @@ def _repair_frames(module: types.ModuleType) -> None:
     original: Callable[..., Any] = entry.__call__
     region: Callable[[], int] = getattr(module, "get_eval_frame_isolate_recompiles_id", lambda: -1)
 
-    def find(backend: object, frame: Any) -> Any:
-        """The newest artefact that fits this call, if another thread has compiled one."""
+    def find(backend: object, frame: Any) -> tuple[Any, Any] | None:
+        """The newest artefact that fits this call, if another thread has compiled one, and its code."""
         here = region()
         candidates = [(one.backend, one.region, one.artefact) for one in _made if one.code is frame.f_code]
         candidates += [(*_origin(entry, here), entry) for entry in _debug_get_cache_entry_list(frame.f_code)]
         for compiled_by, compiled_in, artefact in candidates:
+            code = artefact.code  # taken first: an entry that goes out of use meanwhile has none
             same_backend = compiled_by is not None and _innermost(compiled_by) == backend
-            if same_backend and compiled_in in (here, -1) and artefact.guard_manager.check(frame.f_locals):
-                return artefact
+            if not same_backend or compiled_in not in (here, -1) or code is None:
+                continue
+            if artefact.guard_manager.check(frame.f_locals):
+                return artefact, code
         return None
 
     @functools.wraps(original)
@@ -96,9 +99,10 @@ def _repair_frames(module: types.ModuleType) -> None:
                 _made.append(one)
                 _per_thread.made.append(one)
             return result
-        never = _never(guards, found.guard_manager)
+        artefact, code = found
+        never = _never(guards, artefact.guard_manager)
         return dynamo_types.wrap_guarded_code(
-            dynamo_types.GuardedCode(found.code, never, found.compile_id, found.trace_annotation)
+            dynamo_types.GuardedCode(code, never, artefact.compile_id, artefact.trace_annotation)
         )
 
     enter: Callable[..., Any] = outer.__call__
