@@ -211,11 +211,8 @@ def run_job(job: Job) -> Iterator[Result]:
         return
     torch._dynamo.reset()
     gs.uninstall()
-    # graphed() takes a compiled function's gradients with retain_graph, which donated buffers forbid.
-    donates = WAYS[job["way"]].mode is None or WAYS[job["way"]].graph != "graphed"
-    settings = nullcontext() if donates else torch._functorch.config.patch(donated_buffer=False)
     try:
-        with settings, gs.thread_context(device, seed=0, name="steps") if WAYS[job["way"]].ours else nullcontext():
+        with gs.thread_context(device, seed=0, name="steps") if WAYS[job["way"]].ours else nullcontext():
             result = measure_steps(job, device)
         yield result
     finally:

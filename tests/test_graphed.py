@@ -657,6 +657,42 @@ def test_graphed_frees_its_graphs_with_its_context() -> None:
     assert f.stats().captures == 3 and f.stats().replays == 6
 
 
+def net_compiled_by_an_ordinary_backward(backend: str) -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
+    """A compiled function whose backward overwrites what its forward saved, and an input."""
+    torch._dynamo.reset()
+    net = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU())
+    compiled = gs.compile(lambda x: net(x).square().mean(), backend=backend)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    compiled(x).backward()
+    return compiled, x
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_graphed_function_that_an_ordinary_backward_compiled_has_its_gradients(
+    context: gs.ThreadContext, backend: str
+) -> None:
+    compiled, x = net_compiled_by_an_ordinary_backward(backend)
+    f = gs.graphed(lambda x: compiled(x), num_warmup_iters=2)
+    want = x.grad
+    for _ in range(5):
+        x.grad = None
+        f(x).backward()
+        torch.testing.assert_close(x.grad, want)
+    assert f.stats().replays == 3
+
+
+def test_graphed_backward_that_overwrites_what_was_saved_may_not_be_repeated(context: gs.ThreadContext) -> None:
+    compiled, x = net_compiled_by_an_ordinary_backward("aot_eager")
+    f = gs.graphed(lambda x: compiled(x), num_warmup_iters=1)
+    for _ in range(3):
+        y = f(x)
+        with pytest.raises(RuntimeError, match="donated buffer"):
+            y.backward(retain_graph=True)
+        f(x).backward()
+    with pytest.raises(RuntimeError, match="donated buffer"):  # another's backward is refused as ever
+        compiled(x).backward(retain_graph=True)
+
+
 def test_graphed_compiled_function_compiles_once_for_all_its_calls(context: gs.ThreadContext) -> None:
     weight = torch.ones(6, requires_grad=True)
 

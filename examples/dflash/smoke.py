@@ -11,6 +11,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import math
@@ -298,6 +299,7 @@ def _memory_in_use(device: torch.device) -> int:
     storages = {}
     for item in gc.get_objects():
         if type(item) in (torch.Tensor, torch.nn.Parameter):
-            storage = item.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+            with contextlib.suppress(NotImplementedError):  # a wrapper of vmap's has no memory of its own
+                storage = item.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

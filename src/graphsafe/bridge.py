@@ -17,7 +17,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch.autograd.graph import Node
 from . import walk
 from .context import ThreadContext
 from .errors import GraphsafeError
-from .repairs import private
+from .repairs import donated_buffers, private
 from .signature import Call
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -285,10 +285,14 @@ def _hooks_once(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
 def differentiate(
     outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], gradients: Gradients, needed: tuple[bool, ...]
 ) -> Gradients:
-    """The gradients of those of ``sources`` that are needed; None for the rest, and where there is none."""
+    """The gradients of those of ``sources`` that are needed; None for the rest, and where there is none.
+
+    The graph stays. Called inside the caller's backward: what was saved is overwritten only where that keeps no graph.
+    """
     pairs = [(output, gradient) for output, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
     wanted = [source for source, need in zip(sources, needed, strict=True) if need]
-    with _hooks_once(wanted):
+    overwriting = nullcontext() if private.keeps_graph() else donated_buffers.allowed(outputs)
+    with _hooks_once(wanted), overwriting:
         found = iter(
             torch.autograd.grad(
                 [output for output, _ in pairs],

@@ -41,7 +41,8 @@ from .repairs.rng_positions import Trace
 from .sessions import watch_backwards
 from .signature import Call, StaticInputs, copied
 
-Pattern = tuple[tuple[bool, ...], tuple[bool, ...]]  # outputs with a gradient; inputs and leaves that need one
+# outputs with a gradient; inputs and leaves that need one; whether another backward may follow
+Pattern = tuple[tuple[bool, ...], tuple[bool, ...], bool]
 
 
 @dataclass
@@ -275,7 +276,7 @@ class CallBuffers:
         self, inner: Sequence[torch.Tensor], gradients: Gradients, needed: tuple[bool, ...]
     ) -> Gradients:
         self.context.check_thread("A backward through a graph of the context")
-        pattern: Pattern = (tuple(gradient is not None for gradient in gradients), needed)
+        pattern: Pattern = (tuple(gradient is not None for gradient in gradients), needed, private.keeps_graph())
         entry = self._backwards.get(pattern)
         eager = not self._owns_leaves or gate.capturing() is not None
         if entry is None or eager or self.graph is None or self.graph.closed:

@@ -92,7 +92,7 @@ class CpuBuffers(CallBuffers):
         self, inner: Sequence[torch.Tensor], gradients: Gradients, needed: tuple[bool, ...]
     ) -> Gradients:
         self.context.check_thread("A backward through a graph of the context")
-        pattern: Pattern = (tuple(gradient is not None for gradient in gradients), needed)
+        pattern: Pattern = (tuple(gradient is not None for gradient in gradients), needed, private.keeps_graph())
         sources = [*self._wanted(), *self._sources]
         if pattern in self._backwards or gate.capturing() is not None:
             with self.context.seat(exclusive=self._draws):

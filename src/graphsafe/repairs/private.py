@@ -37,6 +37,12 @@ def default_generator(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[device.index]
 
 
+def keeps_graph() -> bool:
+    """Whether the backward that this thread is in was asked to keep its graph; True where that cannot be known."""
+    ask: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+    return ask()
+
+
 def multithreading_enabled() -> bool:
     """Whether this thread's backward may run on autograd's device threads."""
     return bool(torch._C._is_multithreading_enabled())

@@ -1,0 +1,72 @@
+"""Lets a compiled backward overwrite what its forward saved, inside a backward that keeps its graph.
+
+Torch compiles a backward whose graph is not kept to put results where saved tensors were ("donated buffers"), and then
+refuses to run it in one that keeps the graph. The backward of a graphed function keeps the function's own graph, since
+it differentiates that graph once for each replay; but every replay computes anew what is saved.
+
+Guarantees:
+- Works without ``install()``, and changes no one else's backward: a graph that the caller keeps is refused as ever.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+
+
+class _PerThread(threading.local):
+    """The graphs whose saved tensors this thread's backward reads for the last time before they are computed anew."""
+
+    def __init__(self) -> None:
+        self.once: frozenset[int] = frozenset()
+
+
+_per_thread = _PerThread()
+
+
+class _Indices(list[int]):
+    """Which saved tensors a compiled backward overwrites; torch asks whether there are any before it refuses."""
+
+    def __ne__(self, other: object) -> bool:
+        return id(self) not in _per_thread.once and list.__ne__(self, other)
+
+
+class allowed:
+    """For the block, in this thread, compiled backwards of the graph of ``outputs`` may overwrite what was saved.
+
+    No generator: compiled code may run inside, and Dynamo would look at a generator's frame.
+    """
+
+    def __init__(self, outputs: Iterable[torch.Tensor]) -> None:
+        self._found = frozenset(id(indices) for indices in _indices(outputs))
+
+    def __enter__(self) -> None:
+        self._before, _per_thread.once = _per_thread.once, _per_thread.once | self._found
+
+    def __exit__(self, *exc_info: object) -> None:
+        _per_thread.once = self._before
+
+
+def _indices(outputs: Iterable[torch.Tensor]) -> list[_Indices]:
+    """Of each compiled backward below ``outputs`` that was compiled to overwrite."""
+    found = []
+    pending: list[Node | None] = [output.grad_fn for output in outputs]
+    seen: set[Node] = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        pending.extend(edge for edge, _ in node.next_functions)
+        compiled: Any = getattr(node, "_forward_cls", None)
+        metadata: Any = getattr(compiled, "metadata", None)
+        if getattr(compiled, "compiled_bw", None) is None or not getattr(metadata, "bw_donated_idxs", None):
+            continue  # what is compiled in here will not overwrite
+        if not isinstance(metadata.bw_donated_idxs, _Indices):
+            metadata.bw_donated_idxs = _Indices(metadata.bw_donated_idxs)
+        found.append(metadata.bw_donated_idxs)
+    return found
