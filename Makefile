@@ -2,6 +2,8 @@
 PYTHON ?= python3
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 PYTEST_ARGS ?= -q
+# Files of tests run side by side in up to four processes of one thread of OpenMP each; one after the other where they share a GPU.
+WORKERS ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 0 || echo auto)
 BENCH_ARGS := -q --benchmark-only --benchmark-quiet -W ignore::DeprecationWarning
 VERSIONS ?= 2.9.1 2.11.0 2.13.0 2.14.1 2.15.0
 
@@ -43,7 +45,7 @@ type: $(TEST_ENV)  ## mypy --strict on src
 	$(BIN)/mypy
 
 pytest: $(TEST_ENV)  ## the tests alone, with PYTEST_ARGS
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
 
 # The CPU's figures are the same on a machine with GPUs, which are hidden from them.
 bench: $(TEST_ENV)  ## benchmarks of the CPU's side, some minutes; ARGS="--benchmark-json bench.json" keeps the figures
