@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -104,6 +105,8 @@ def test_a_compile_beside_another_threads_forward_is_whole_and_in_pieces_on_plai
 
 @pytest.mark.parametrize("make", [wrapped, replicated])
 def test_a_models_own_forward_is_still_compiled_in_its_buckets(make: Any) -> None:
+    if not active_ddp.probe(importlib.import_module(active_ddp.MODULES[make is replicated])):
+        pytest.skip("this torch notes no such forward")
     graphsafe.install()
     graphs: list[Any] = []
 

@@ -43,8 +43,11 @@ _per_thread = _PerThread()
 
 
 def probe(module: types.ModuleType) -> bool:
-    """Whether torch notes the model in an attribute of the class."""
-    return hasattr(module.DistributedDataParallel, _NOTED)
+    """Whether torch notes the model in an attribute of the class, or ``replicate`` does there."""
+    if module.__name__ == MODULES[0]:
+        return hasattr(module.DistributedDataParallel, _NOTED)
+    hook = getattr(getattr(module, "_ReplicateState", None), "forward_pre_hook", None)
+    return hook is None or _NOTED in hook.__code__.co_names
 
 
 def repair(module: types.ModuleType) -> None:
