@@ -10,7 +10,8 @@ Targets are cuda:0 to N-1 and drafters the M after those; --device cpu names "cp
 Reported are, after a warm-up, tokens/s in all and a device; the drafters' busy share; what the threads wait for at
 rings; when each thread was first seen at work; memory at its peak, and whether it grew after step 10. The losses of all
 ways of a topology must agree. A topology that needs more devices than are here is skipped. --compile-at-once measures
-the first steps of so many threads of one process that begin together, against one thread's alone.
+the first steps of so many threads of one process that begin together, against one thread's alone. What a run has
+compiled is in torch's caches for the next one, unless --cold-caches is given.
 
 The last line is JSON, as is the file of --record, which is written anew after each run. The exit status is 1 where a
 run failed, losses do not agree, or nothing was measured. Options that this command does not know go to ``train``.
@@ -109,17 +110,56 @@ def summarize(result: Mapping[str, Any], num_warmup: int) -> dict[str, Any]:
         found["rings"] = logged[-1]["rings"]
     if warm:
         speeds = spread(record["tokens_per_s"] for record in warm)
-        num_devices = sum(name != "reader" for name in logged[0]["threads"])
+        num_devices = sum(len(numbers) for numbers in numbers_of(warm[-1]["rings"]))
         found |= speeds
         found["tokens_per_s_a_device"] = speeds["tokens_per_s"] / num_devices
         found["quartiles_a_device"] = [speed / num_devices for speed in speeds["quartiles"]]
         found["drafter_busy"] = statistics.mean(record["drafter_busy"] for record in warm)
         found["device_busy"] = {kind: mean_share(warm, kind, "device_busy") for kind in ("target", "drafter")}
-        found["waits"] = {
-            kind: {name: mean_share(warm, kind, f"wait_{name}") for name in ("input", "room", "gate")}
-            for kind in ("reader", "target", "drafter")
-        }
+        before = [record for record in logged if record["step"] <= num_warmup]
+        found["waits"] = waits([*before, *warm][max(0, len(before) - 1)], warm[-1])
     return found
+
+
+def numbers_of(rings: Mapping[str, Any]) -> tuple[set[str], set[str]]:
+    """Targets and drafters of rings named batches-TARGET and features-TARGET-DRAFTER."""
+    pairs = [name.split("-")[1:] for name in rings if name.startswith("features")]
+    return {target for target, _ in pairs}, {drafter for _, drafter in pairs}
+
+
+def waits(first: Mapping[str, Any], last: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Shares of the time between two readings that threads waited, on average over those of a kind.
+
+    From the sums of all waits, so that one that outlasts a reading counts whole.
+
+    Returns:
+        by kind of thread, ``input``: for something to work on; ``room``: for a free slot; ``gate``: for the device.
+    """
+    elapsed_s = max(last["time"] - first["time"], 1e-9)
+    targets, drafters = numbers_of(last["rings"])
+
+    def share(rings: str, field: str, num_threads: int) -> float:
+        names = [name for name in last["rings"] if name.startswith(rings)]
+        seconds = sum(last["rings"][name][field] - first["rings"][name][field] for name in names)
+        return float(min(1.0, seconds / elapsed_s / num_threads))
+
+    def gate(kind: str, num_threads: int) -> float:
+        names = [name for name in last["contexts"] if name.startswith(kind)]
+        seconds = sum(last["contexts"][name]["wait_s"] - first["contexts"][name]["wait_s"] for name in names)
+        return float(min(1.0, seconds / elapsed_s / num_threads))
+
+    return {
+        "reader": {"room": share("batches", "produce_wait_s", 1), "gate": gate("reader", 1)},
+        "target": {
+            "input": share("batches", "consume_wait_s", len(targets)),
+            "room": share("features", "produce_wait_s", len(targets)),
+            "gate": gate("target", len(targets)),
+        },
+        "drafter": {
+            "input": share("features", "consume_wait_s", len(drafters)),
+            "gate": gate("drafter", len(drafters)),
+        },
+    }
 
 
 def starts(records: Sequence[Mapping[str, Any]], began: float) -> dict[str, Any]:
@@ -197,6 +237,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
     parser.add_argument("--steps", type=int, default=300)
     add_options(parser)
     parser.add_argument("--compile-at-once", type=int, metavar="N", help="also the first steps of N threads together")
+    parser.add_argument("--cold-caches", action="store_true", help="each run compiles anew")
     parser.add_argument("--seconds-limit", type=float, default=600.0, help="for each run")
     parser.add_argument("--out", type=Path, help="where the runs stay; a temporary directory, unless given")
     parser.add_argument("--record", type=Path, help="a file for what the last line holds, kept up to date")
@@ -208,9 +249,7 @@ def measure(arguments: argparse.Namespace, others: Sequence[str], directory: Pat
     """Run all topologies, each all ways, one after the other, and print each."""
     others = ["--cache-features", "0", *others]  # with features kept, targets would soon have nothing to do
     options, config, data = prepare(arguments, others, directory)
-    found: dict[str, Any] = {"device": arguments.device, "options": options, "torch": torch.__version__}
-    if arguments.device == "cuda":
-        found["devices"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    found: dict[str, Any] = {"device": arguments.device, "options": options, "versions": {}, "devices": {}}
     found |= {"topologies": {}, "agreement": {}, "skipped": {}, "failed": []}
     show_row(list(COLUMNS))
     for split in arguments.topologies:
@@ -223,9 +262,15 @@ def measure(arguments: argparse.Namespace, others: Sequence[str], directory: Pat
         found["topologies"][str(split)] = results
         for way in arguments.ways:
             where = directory / str(split) / way
+            where.parent.mkdir(parents=True, exist_ok=True)
             given = [*options, *data, *split.options(arguments.device)]
-            ran = pipeline_runs.run(way, given, where, arguments.seconds_limit, environment(arguments.device, split))
+            variables = environment(arguments, split, where)
+            ran = pipeline_runs.run(way, given, where, arguments.seconds_limit, variables)
             results[way] = summarize(ran, arguments.warmup)
+            for record in ran["records"]:
+                if record.get("event") == "start":
+                    found["versions"] = record["versions"]
+                    found["devices"] |= record["devices"]
             show_row(row(split, way, results[way]))
             if "error" in results[way]:
                 found["failed"].append(f"{split} {way}")
@@ -245,11 +290,18 @@ def measure(arguments: argparse.Namespace, others: Sequence[str], directory: Pat
     return found
 
 
-def environment(device: str, split: Split) -> dict[str, str]:
-    """On the CPU the threads of a run share its cores out, or each operation of each thread would take them all."""
-    if device != "cpu" or "OMP_NUM_THREADS" in os.environ:
-        return {}
-    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // split.num_devices))}
+def environment(arguments: argparse.Namespace, split: Split, where: Path) -> dict[str, str]:
+    """What a run is given: with --cold-caches empty ones, and on the CPU its share of the cores for each thread.
+
+    Each operation of each thread would take all of them otherwise.
+    """
+    variables = {}
+    if arguments.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        variables["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // split.num_devices))
+    if arguments.cold_caches:
+        caches = tempfile.mkdtemp(prefix=f"{where.name}-caches-", dir=where.parent)
+        variables |= {"TORCHINDUCTOR_CACHE_DIR": caches, "TRITON_CACHE_DIR": f"{caches}/triton"}
+    return variables
 
 
 def keep(found: Mapping[str, Any], record: Path | None) -> None:

@@ -109,6 +109,8 @@ def first_steps(config: Config, devices: Sequence[torch.device]) -> dict[str, An
             total, weight = measured[:2].tolist()
             losses[number] = total / weight
             step.close()
+        except threading.BrokenBarrierError:  # another thread's error, which is raised there
+            return
         except BaseException:
             together.abort()  # or the others would wait for this one
             raise
