@@ -7,11 +7,12 @@ and graph.
 
 Targets are cuda:0 to N-1 and drafters the M after those; --device cpu names "cpu" as often. Each way of a topology is
 ``train`` in a process of its own, on the same data, with a limit of time; what it has measured until the limit is kept.
-Reported are, after a warm-up, tokens/s in all and a device; the drafters' busy share; what the threads wait for at
-rings; when each thread was first seen at work; memory at its peak, and whether it grew after step 10. The losses of all
-ways of a topology must agree. A topology that needs more devices than are here is skipped. --compile-at-once measures
-the first steps of so many threads of one process that begin together, against one thread's alone. What a run has
-compiled is in torch's caches for the next one, unless --cold-caches is given.
+Reported are, after a warm-up, tokens/s in all and a device; the drafters' busy share, which is all but waits at rings
+and gates, so what replicas wait for each other is in it; what the threads wait for at rings; when each thread was first
+seen at work; memory at its peak, and whether it grew after step 10. The losses of all ways of a topology must agree. A
+topology that needs more devices than are here is skipped. --compile-at-once measures the first steps of so many threads
+of one process that begin together, against one thread's alone. What a run has compiled is in torch's caches for the
+next one, unless --cold-caches is given.
 
 The last line is JSON, as is the file of --record, which is written anew after each run. The exit status is 1 where a
 run failed, losses do not agree, or nothing was measured. Options that this command does not know go to ``train``.

@@ -128,7 +128,8 @@ def run_limited(
         its exit status, None where it was killed at the limit; and what it has printed, the errors if there are any.
     """
     paths = [log.with_name(f"{log.name}.{end}") for end in ("log", "err")]
-    variables = {**os.environ, "PYTHONFAULTHANDLER": "1", **(environment or {})}
+    python_path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    variables = {**os.environ, "PYTHONPATH": python_path, "PYTHONFAULTHANDLER": "1", **(environment or {})}
     with paths[0].open("w") as out, paths[1].open("w") as err:
         process = subprocess.Popen(command, stdout=out, stderr=err, cwd=ROOT, env=variables, start_new_session=True)
         try:

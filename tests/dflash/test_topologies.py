@@ -263,6 +263,13 @@ def test_a_command_that_hangs_is_ended_at_its_limit_with_the_stacks_of_its_threa
         time.sleep(0.01)
 
 
+def test_runs_are_of_this_trees_code(tmp_path):
+    code = "import graphsafe, examples; print(graphsafe.__file__, *examples.__path__)"
+    _, said = pipeline_runs.run_limited([sys.executable, "-c", code], tmp_path / "log", 60.0)
+    root = Path(__file__).parents[2]
+    assert set(said.split()) == {str(root / "src" / "graphsafe" / "__init__.py"), str(root / "examples")}
+
+
 def test_first_steps_of_threads_that_begin_together_have_one_loss(tmp_path, tiny):
     target = tiny[tiny.index("--target") + 1]
     config = configuration(tmp_path, target=target, step="eager")
