@@ -20,7 +20,11 @@ from benchmarks import page
 
 ROOT = Path(__file__).parents[1]
 RECORDED = Path(__file__).with_name("recorded_benchmarks.json")
-PROGRAMS = {"bench_pipeline", "bench_speculators"}  # of minutes each, with tests of their own in tests/dflash
+PROGRAMS = {
+    "bench_pipeline",
+    "bench_speculators",
+    "bench_topology",
+}  # of minutes each, with tests of their own in tests/dflash
 MODULES = sorted({path.stem for path in (ROOT / "benchmarks").glob("bench_*.py")} - PROGRAMS)
 CHEAP = ("bench_buffers", "bench_context", "bench_gate", "bench_graphed", "bench_padding", "bench_train_step")
 CHECKS = {"assert_close", "compare", "record", "same_numbers"}

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import bench_pipeline, bench_speculators
+from benchmarks import bench_pipeline, bench_speculators, pipeline_runs
 from examples.dflash.config import preset
 from examples.dflash.loss import labels_and_weights
 
@@ -61,7 +61,7 @@ def test_pipeline_says_why_a_way_failed(tmp_path, tiny, capsys):
 
 def test_pipeline_finds_losses_that_do_not_agree():
     results = {"eager": {"losses": {1: 2.0, 2: 2.0}}, "graph": {"losses": {1: 2.0, 2: 2.2, 3: 9.0}}}
-    assert bench_pipeline.losses_apart(results) == pytest.approx(0.1)
+    assert pipeline_runs.losses_apart(results) == pytest.approx(0.1)
     assert not bench_pipeline.describe(results, "bfloat16")["losses_agree"]
     del results["graph"]["losses"][2]
     assert bench_pipeline.describe(results, "bfloat16")["losses_agree"]
