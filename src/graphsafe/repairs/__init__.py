@@ -55,6 +55,7 @@ _NAMES = (
     "freed_guards",
     "active_ddp",
     "thread_ends",
+    "inner_imports",
     "synchronize",
     "seeding",
     "thread_errors",

@@ -22,17 +22,18 @@ class _PerThread(threading.local):
     """The graphs whose saved tensors this thread's backward reads for the last time before they are computed anew."""
 
     def __init__(self) -> None:
-        self.once: frozenset[int] = frozenset()
+        self.once: tuple[_Indices, ...] = ()
 
 
 _per_thread = _PerThread()
+_lock = threading.Lock()  # guards the replacement of indices; taken alone
 
 
 class _Indices(list[int]):
     """Which saved tensors a compiled backward overwrites; torch asks whether there are any before it refuses."""
 
     def __ne__(self, other: object) -> bool:
-        return id(self) not in _per_thread.once and list.__ne__(self, other)
+        return not any(self is one for one in _per_thread.once) and list.__ne__(self, other)
 
 
 class allowed:
@@ -42,10 +43,10 @@ class allowed:
     """
 
     def __init__(self, outputs: Iterable[torch.Tensor]) -> None:
-        self._found = frozenset(id(indices) for indices in _indices(outputs))
+        self._found = _indices(outputs)
 
     def __enter__(self) -> None:
-        self._before, _per_thread.once = _per_thread.once, _per_thread.once | self._found
+        self._before, _per_thread.once = _per_thread.once, (*_per_thread.once, *self._found)
 
     def __exit__(self, *exc_info: object) -> None:
         _per_thread.once = self._before
@@ -66,7 +67,8 @@ def _indices(outputs: Iterable[torch.Tensor]) -> list[_Indices]:
         metadata: Any = getattr(compiled, "metadata", None)
         if getattr(compiled, "compiled_bw", None) is None or not getattr(metadata, "bw_donated_idxs", None):
             continue  # what is compiled in here will not overwrite
-        if not isinstance(metadata.bw_donated_idxs, _Indices):
-            metadata.bw_donated_idxs = _Indices(metadata.bw_donated_idxs)
-        found.append(metadata.bw_donated_idxs)
+        with _lock:
+            if not isinstance(metadata.bw_donated_idxs, _Indices):
+                metadata.bw_donated_idxs = _Indices(metadata.bw_donated_idxs)
+            found.append(metadata.bw_donated_idxs)
     return found
