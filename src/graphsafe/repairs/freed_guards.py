@@ -28,7 +28,6 @@ EVIDENCE: Final = Evidence(
     reports=("pytorch/pytorch#193697", "pytorch/pytorch#195355"),
     versions="2.13.0, measured; 2.9 to 2.14 read",
 )
-_CALLS_COMPILED: Final = "/torch/_dynamo/eval_frame.py"  # its functions alone have a thread look for compiled code
 _SUSPENDS: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 _patches = Patches()
@@ -100,6 +99,6 @@ def _is_inside(top: types.FrameType) -> bool:
     frame: types.FrameType | None = top
     while frame is not None:
         code, frame = frame.f_code, frame.f_back
-        if code.co_filename.replace("\\", "/").endswith(_CALLS_COMPILED):
+        if private.enters_compiled_code(code):
             return True
     return bool(code.co_flags & _SUSPENDS)  # no thread begins with one: it went to sleep since, and forgot its caller

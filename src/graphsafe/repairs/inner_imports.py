@@ -17,6 +17,7 @@ import types
 from collections.abc import Callable
 from typing import Any, Final
 
+from . import private
 from ._patches import Evidence, Patches, RepairError
 
 FAULT: Final = "A25"
@@ -27,7 +28,6 @@ EVIDENCE: Final = Evidence(
     versions="2.13.0, measured; 2.9 to 2.14 read",
 )
 _IMPORTS: Final = "<frozen importlib"
-_CALLS_COMPILED: Final = "/torch/_dynamo/eval_frame.py"
 
 _patches = Patches()
 undo = _patches.undo
@@ -59,10 +59,9 @@ def repair(module: types.ModuleType) -> None:
 def _is_importing(frame: types.FrameType | None) -> bool:
     """Whether an import has begun since the innermost compiled call."""
     while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith(_IMPORTS):
+        if frame.f_code.co_filename.startswith(_IMPORTS):
             return True
-        if name.replace("\\", "/").endswith(_CALLS_COMPILED):
+        if private.enters_compiled_code(frame.f_code):
             return False
         frame = frame.f_back
     return False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -165,6 +166,11 @@ def leave_modes(down_to: Modes, *, with_flags: bool) -> None:
 def takes_gradients(node: Any) -> bool:
     """Whether an autograd node is the one that adds to a leaf's ``.grad``; its ``variable`` is the leaf."""
     return isinstance(node, torch._C._functions.AccumulateGrad)  # type: ignore[attr-defined]
+
+
+def enters_compiled_code(code: CodeType) -> bool:
+    """Whether ``code`` is of the module through whose functions alone a thread comes to look for compiled code."""
+    return code.co_filename.replace("\\", "/").endswith("/torch/_dynamo/eval_frame.py")
 
 
 def have_dynamo_skip(*functions: Callable[..., Any], callees: bool = True) -> None:
