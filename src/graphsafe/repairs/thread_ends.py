@@ -58,10 +58,8 @@ def repair(module: types.ModuleType) -> None:
 def _wait() -> None:
     """Wait until the holders that Python has seen the end of are gone."""
     ended = _holders - {thread.native_id for thread in threading.enumerate()}
-    if not ended:
-        return
-    end_s = time.monotonic() + (_WAIT_S if _TASKS.exists() else _BLIND_WAIT_S)
-    while any((_TASKS / str(name)).exists() for name in ended) or not _TASKS.exists():
-        if time.monotonic() >= end_s:
-            return
+    if ended and not _TASKS.exists():
+        time.sleep(_BLIND_WAIT_S)
+    end_s = time.monotonic() + _WAIT_S
+    while any((_TASKS / str(name)).exists() for name in ended) and time.monotonic() < end_s:
         time.sleep(_POLL_S)  # gives them the interpreter's lock
