@@ -15,7 +15,6 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from .pipeline_runs import (
     agreement,
     losses,
     mean_share,
+    place_for_runs,
     prepare,
     readings,
     run,
@@ -112,11 +112,8 @@ def measure(arguments: argparse.Namespace, others: Sequence[str], directory: Pat
 
 def main() -> int:
     arguments, others = parse()
-    if arguments.out is not None:
-        found = measure(arguments, others, arguments.out)
-    else:
-        with tempfile.TemporaryDirectory() as directory:
-            found = measure(arguments, others, Path(directory))
+    with place_for_runs(arguments.out) as directory:
+        found = measure(arguments, others, directory)
     print(json.dumps(found), flush=True)
     return 0 if found["losses_agree"] and not found["failed"] else 1
 

@@ -38,7 +38,17 @@ from examples.dflash.smoke import GROWTH
 
 from . import pipeline_runs
 from .compile_at_once import compile_at_once
-from .pipeline_runs import GIBIBYTE, add_options, agreement, losses, mean_share, prepare, readings, spread
+from .pipeline_runs import (
+    GIBIBYTE,
+    add_options,
+    agreement,
+    losses,
+    mean_share,
+    place_for_runs,
+    prepare,
+    readings,
+    spread,
+)
 
 FLAT_FROM = 10  # the step after which memory should not grow
 HOST_SLACK = 64 * 2**20  # bytes that a process's allocators may still take: of each thread an arena
@@ -319,11 +329,8 @@ def exit_status(found: Mapping[str, Any]) -> int:
 
 def main() -> int:
     arguments, others = parse()
-    if arguments.out is not None:
-        found = measure(arguments, others, arguments.out)
-    else:
-        with tempfile.TemporaryDirectory() as directory:
-            found = measure(arguments, others, Path(directory))
+    with place_for_runs(arguments.out) as directory:
+        found = measure(arguments, others, directory)
     print(json.dumps(found), flush=True)
     return exit_status(found)
 

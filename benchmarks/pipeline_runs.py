@@ -18,8 +18,9 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -219,3 +220,13 @@ def agreement(results: Mapping[str, Mapping[str, Any]], dtype: str) -> dict[str,
         "losses_apart": apart if apart is None or math.isfinite(apart) else "not a number",
         "losses_agree": apart is None or apart <= TOLERANCES[dtype],
     }
+
+
+@contextlib.contextmanager
+def place_for_runs(out: Path | None) -> Iterator[Path]:
+    """A directory for the block: the one that is named, which stays, or a temporary one."""
+    if out is not None:
+        yield out
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        yield Path(directory)
