@@ -139,21 +139,16 @@ def leaves_of(
     """
     skip = {id(tensor) for tensor in inputs}
     found: dict[int, torch.Tensor] = {}
-    seen: set[Node] = set()
     before = {tensor.grad_fn for tensor in outside if tensor.grad_fn is not None}
-    pending: list[Node | None] = []
+    roots: list[Node] = []
     for output in outputs:
         if output.grad_fn is not None:
-            pending.append(output.grad_fn)
+            roots.append(output.grad_fn)
         elif output.requires_grad and id(output) not in skip:
             found[id(output)] = output
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in private.nodes_below(roots):
         if private.takes_gradients(node):
-            variable = node.variable  # type: ignore[attr-defined]
+            variable = node.variable
             if id(variable) not in skip:
                 found[id(variable)] = variable
             continue
@@ -162,7 +157,6 @@ def leaves_of(
                 f"The function reads a tensor that is neither an argument nor a leaf (it comes from {node.name()}). A "
                 "graph cannot pass its gradient on: pass that tensor as an argument, or detach() it."
             )
-        pending.extend(edge for edge, _ in node.next_functions)
     return list(found.values())
 
 

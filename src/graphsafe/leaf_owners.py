@@ -179,16 +179,9 @@ def _check_nodes(roots: Any, inputs: Any, contexts: list[ThreadContext]) -> None
 def _nodes(roots: Any, inputs: Any) -> Iterator[Any]:
     """The nodes that take leaves' gradients, of all that ``roots`` depend on, or of those ``inputs`` alone."""
     wanted = {_node(one) for one in _tuple(inputs)}
-    seen: set[Any] = set()
-    pending = [_node(root) for root in _tuple(roots)]
-    while pending:
-        node: Any = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in private.nodes_below(_node(root) for root in _tuple(roots)):
         if private.takes_gradients(node) and (not wanted or node in wanted):
             yield node
-        pending.extend(one for one, _ in node.next_functions)
 
 
 def _node(found: Any) -> Any:

@@ -15,7 +15,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.autograd.graph import Node
+
+from . import private
 
 
 class _PerThread(threading.local):
@@ -55,14 +56,7 @@ class allowed:
 def _indices(outputs: Iterable[torch.Tensor]) -> list[_Indices]:
     """Of each compiled backward below ``outputs`` that was compiled to overwrite."""
     found = []
-    pending: list[Node | None] = [output.grad_fn for output in outputs]
-    seen: set[Node] = set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        pending.extend(edge for edge, _ in node.next_functions)
+    for node in private.nodes_below(output.grad_fn for output in outputs):
         compiled: Any = getattr(node, "_forward_cls", None)
         metadata: Any = getattr(compiled, "metadata", None)
         if getattr(compiled, "compiled_bw", None) is None or not getattr(metadata, "bw_donated_idxs", None):

@@ -8,7 +8,7 @@ Guarantees:
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -166,6 +166,18 @@ def leave_modes(down_to: Modes, *, with_flags: bool) -> None:
 def takes_gradients(node: Any) -> bool:
     """Whether an autograd node is the one that adds to a leaf's ``.grad``; its ``variable`` is the leaf."""
     return isinstance(node, torch._C._functions.AccumulateGrad)  # type: ignore[attr-defined]
+
+
+def nodes_below(roots: Iterable[Any]) -> Iterator[Any]:
+    """Each autograd node of a graph once, those of ``roots`` too; None stands for a tensor without one."""
+    pending, seen = list(roots), set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        pending.extend(one for one, _ in node.next_functions)
 
 
 def enters_compiled_code(code: CodeType) -> bool:
