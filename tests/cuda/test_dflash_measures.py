@@ -13,8 +13,7 @@ from examples.dflash.features import FeatureSource
 from examples.dflash.smoke import smoke
 from examples.dflash.target import Target
 
-from ..dflash.models import packed_row, tiny_target
-from ..dflash.test_target_compiled import qwen3_target
+from ..dflash.models import packed_row, tiny_qwen3, tiny_target
 from ..dflash.test_train import configuration
 from .test_dflash import losses, run
 
@@ -32,7 +31,7 @@ def fresh_compiles():
 
 
 @pytest.mark.parametrize("graphed", [False, True])
-@pytest.mark.parametrize("make", [tiny_target, qwen3_target])
+@pytest.mark.parametrize("make", [tiny_target, tiny_qwen3])
 def test_compiled_pass_gives_the_eager_features_and_compiles_once(make, graphed):
     target = Target(make().model.to(FIRST, torch.bfloat16))
     batches = [packed_row(lengths, 256, 8, 4, seed=seed) for seed, lengths in enumerate([(200, 40), (90, 100, 66)])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from examples.dflash.drafter import Drafter, DrafterConfig
 from examples.dflash.target import Target
@@ -33,6 +33,24 @@ def tiny_target(seed: int = 0, dtype: torch.dtype = torch.float32) -> Target:
         eos_token_id=2,
     )
     return Target(LlamaForCausalLM(config).to(dtype))
+
+
+def tiny_qwen3(seed: int = 1) -> Target:
+    """A random Qwen3 of six layers, with grouped keys."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        eos_token_id=2,
+    )
+    return Target(Qwen3ForCausalLM(config))
 
 
 def tiny_config(block_size: int = 4, num_layers: int = 2, num_features: int = 2, **changes: int) -> DrafterConfig:

@@ -6,15 +6,13 @@ import weakref
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import graphsafe
 from examples.dflash.decode import BatchDecoder, cut_at_end, decode, draw, loops
 from examples.dflash.packed import grouped_attention
 from examples.dflash.stepping import NUM_WARMUPS, TargetDecoder, pad_prompts
-from examples.dflash.target import Target
 
-from .models import VOCAB, tiny_target
+from .models import VOCAB, tiny_qwen3, tiny_target
 
 PROMPTS = [[5, 9, 11], [7, 3, 20, 33, 8, 40, 12], [50], [4, 4, 4, 4, 4]]
 CPU = torch.device("cpu")
@@ -29,23 +27,6 @@ def plain_answer(target, prompt, count):
             if tokens[-1] in target.eos_token_ids:
                 break
     return tokens[len(prompt) :]
-
-
-def tiny_qwen3():
-    torch.manual_seed(1)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-        eos_token_id=2,
-    )
-    return Target(Qwen3ForCausalLM(config))
 
 
 @pytest.mark.parametrize("make", [tiny_target, tiny_qwen3])

@@ -7,7 +7,6 @@ import threading
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import graphsafe
 from examples.dflash import threads
@@ -15,27 +14,11 @@ from examples.dflash.config import InputError
 from examples.dflash.features import FeatureSource
 from examples.dflash.packed import document_mask
 from examples.dflash.stepping import TargetDecoder
-from examples.dflash.target import Target
 
-from .models import NUM_LAYERS, VOCAB, packed_row, tiny_target
+from .models import packed_row, tiny_qwen3, tiny_target
 from .test_train import configuration, run
 
 IDS = (1, 3)
-
-
-def qwen3_target():
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        initializer_range=0.2,
-    )
-    return Target(Qwen3ForCausalLM(config))
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +50,7 @@ def read_with_block_mask(target, batch):
     return out.flatten(1)
 
 
-@pytest.mark.parametrize("make", [tiny_target, qwen3_target])
+@pytest.mark.parametrize("make", [tiny_target, tiny_qwen3])
 def test_compiled_layers_give_the_same_features_in_one_form_for_all_layers(make):
     target, batch = make(), packed_row((70, 58), 128, 8, 4)
     expected = target.features(batch["tokens"], batch["document_ids"], batch["positions"], IDS)
